@@ -1,0 +1,197 @@
+"""A framed, mutually authenticated message connection: u32 length | msgpack map (wire.py), over asyncio TCP.
+
+    both:   Hello{nonce} ->          nothing but Hello and Proof is read before the peer has proved the secret,
+            <- Hello{nonce}          and nothing longer than 64 KiB
+            Proof{mac} ->
+            <- Proof{mac}            wrong mac, garbage, or HANDSHAKE_TIMEOUT_S: closed, nothing was allocated
+            messages both ways until either side closes; EOF is the first sign of a peer's death
+
+One reader task per channel (its owner); `send` may be called from any task of the same loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from contracts import wire
+from contracts.errors import BatonError, ProtocolError, WorkerLostError, from_wire, to_wire
+from contracts.messages import Hello, Message, Proof, Refusal
+
+HANDSHAKE_TIMEOUT_S = 3.0
+MAX_FRAME_BYTES = 64 << 20
+MAX_UNPROVED_FRAME_BYTES = 64 << 10
+MAX_OUTBOX_BYTES = 64 << 20
+
+_LENGTH = struct.Struct(">I")
+
+
+class Channel:
+    """One established connection. `peer` is the other side's proven Hello."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._max_frame_bytes = MAX_UNPROVED_FRAME_BYTES
+        self.peer = Hello("", 0, "", b"")
+
+    def send(self, message: Message) -> None:
+        """Queue one message, in order, without waiting.
+
+        Raises WorkerLostError if the connection is closed, or if the peer has not read MAX_OUTBOX_BYTES (then it is closed).
+        """
+        if self._writer.is_closing():
+            raise WorkerLostError(f"connection to {self.peer.sender_id or 'peer'} is closed")
+        payload = wire.encode(message)
+        if self._writer.transport.get_write_buffer_size() > MAX_OUTBOX_BYTES:
+            self._writer.transport.abort()
+            raise WorkerLostError(f"{self.peer.sender_id} has left {MAX_OUTBOX_BYTES} bytes unread")
+        self._writer.write(_LENGTH.pack(len(payload)) + payload)
+
+    async def receive(self) -> Message:
+        """The next message. Raises WorkerLostError at EOF or reset, ProtocolError on a frame that is not ours."""
+        try:
+            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            if length > self._max_frame_bytes:
+                raise ProtocolError(f"expected a frame of at most {self._max_frame_bytes} bytes but got {length}")
+            return wire.decode(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError, OSError) as error:
+            raise WorkerLostError(f"connection to {self.peer.sender_id or 'peer'} ended") from error
+
+    @property
+    def is_closed(self) -> bool:
+        return self._writer.is_closing()
+
+    def abort(self) -> None:
+        """Close at once, dropping what is queued."""
+        self._writer.transport.abort()
+
+    async def close(self) -> None:
+        """Flush for at most a second and close."""
+        self._writer.close()
+        with contextlib.suppress(TimeoutError, OSError):
+            await asyncio.wait_for(self._writer.wait_closed(), 1.0)
+        self._writer.transport.abort()
+
+    async def shake_hands(self, hello: Hello, secret: bytes, check: Callable[[Hello], None]) -> None:
+        """Prove the secret both ways, then let `check` refuse the peer (its error is sent as a Refusal)."""
+        hello = replace(hello, nonce=secrets.token_bytes(16))
+        self.send(hello)
+        peer = await self.receive()
+        if not isinstance(peer, Hello):
+            raise ProtocolError(f"expected hello but peer sent {type(peer).__name__}")
+        self.send(Proof(_mac(secret, peer.nonce, hello)))
+        proof = await self.receive()
+        if not isinstance(proof, Proof) or not hmac.compare_digest(proof.mac, _mac(secret, hello.nonce, peer)):
+            raise ProtocolError(f"peer {peer.sender_id!r} did not prove the cluster secret")
+        self.peer = peer
+        self._max_frame_bytes = MAX_FRAME_BYTES
+        try:
+            if peer.purpose != hello.purpose:
+                raise ProtocolError(f"expected a {hello.purpose!r} connection but peer asked for {peer.purpose!r}")
+            check(peer)
+        except BatonError as error:
+            self.send(Refusal(to_wire(error)))
+            await self.close()
+            raise
+
+
+def _mac(secret: bytes, nonce: bytes, speaker: Hello) -> bytes:
+    text = b"|".join((nonce, speaker.nonce, speaker.sender_id.encode(), str(speaker.incarnation).encode()))
+    return hmac.new(secret, text, hashlib.sha256).digest()
+
+
+def accept_any(_peer: Hello) -> None:
+    """A `check` that refuses nobody."""
+
+
+async def connect(
+    host: str, port: int, hello: Hello, secret: bytes, check: Callable[[Hello], None] = accept_any
+) -> Channel:
+    """Dial and authenticate. Raises WorkerLostError (not reachable, too slow) or ProtocolError (not one of us)."""
+    try:
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            channel = Channel(reader, writer)
+            try:
+                _tune(writer)
+                await channel.shake_hands(hello, secret, check)
+            except BaseException:
+                channel.abort()
+                raise
+            return channel
+    except TimeoutError as error:
+        raise WorkerLostError(f"no answer from {host}:{port} within {HANDSHAKE_TIMEOUT_S} s") from error
+    except OSError as error:
+        raise WorkerLostError(f"cannot reach {host}:{port}: {error.strerror or error}") from error
+
+
+class ChannelServer:
+    """Accepts channels and runs `on_channel` for each, as a task it owns; `close` ends them all.
+
+    `make_hello()` is called per connection (a fresh bind token, say); `on_channel(channel, hello)` gets what was sent.
+    """
+
+    def __init__(
+        self,
+        make_hello: Callable[[], Hello],
+        secret: bytes,
+        on_channel: Callable[[Channel, Hello], Awaitable[None]],
+        check: Callable[[Hello], None] = accept_any,
+    ) -> None:
+        self._make_hello = make_hello
+        self._secret = secret
+        self._on_channel = on_channel
+        self._check = check
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int = 0) -> int:
+        """Listen; returns the port."""
+        self._server = await asyncio.start_server(self._accept, host, port)
+        bound: int = self._server.sockets[0].getsockname()[1]
+        return bound
+
+    async def close(self) -> None:
+        """Stop listening and end every channel's task."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._run(Channel(reader, writer), writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, channel: Channel, writer: asyncio.StreamWriter) -> None:
+        hello = self._make_hello()
+        try:
+            _tune(writer)
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                await channel.shake_hands(hello, self._secret, self._check)
+            await self._on_channel(channel, hello)
+        except (BatonError, OSError, TimeoutError):
+            pass  # the peer's trouble; whoever owned state for it cleaned up in on_channel
+        finally:
+            channel.abort()
+
+
+def raise_if_refused(message: Message) -> Message:
+    """`message`, or the error a peer refused us with."""
+    if isinstance(message, Refusal):
+        raise from_wire(message.error)
+    return message
+
+
+def _tune(writer: asyncio.StreamWriter) -> None:
+    sock: socket.socket = writer.get_extra_info("socket")
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

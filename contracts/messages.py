@@ -1,0 +1,338 @@
+"""Every message between a coordinator and a worker, and between two workers' kvtransfer.
+
+Frames are msgpack maps {v, kind, ...fields} (see wire.py). Durations cross processes, timestamps never do.
+
+Version log (bump PROTOCOL_VERSION when an old peer would misread a message; new optional fields need no bump):
+    1  first version
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from contracts.blocks import BlockAudit, KvLayout
+from contracts.errors import WireError
+from contracts.request import Finished, GenerateRequest, Token
+from contracts.ticket import Ticket
+
+PROTOCOL_VERSION = 1
+
+Role = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """Who a worker is, in this life. `incarnation` grows with every restart; `port` serves coordinators, `kv_port` peers."""
+
+    worker_id: str
+    role: Role
+    pid: int
+    incarnation: int
+    host: str
+    port: int
+    kv_port: int
+    model_fingerprint: str
+    layout: KvLayout
+    num_blocks: int
+    max_num_seqs: int
+    max_model_len: int
+    replica_id: str = ""
+
+
+# --- connection set-up (both kinds of connection) --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First frame of each side. `nonce` is answered by the peer's Proof. `fingerprint` is compared before anything else."""
+
+    sender_id: str
+    incarnation: int
+    purpose: str  # "commands" | "kv"
+    nonce: bytes
+    fingerprint: str = ""
+    layout: KvLayout | None = None
+    data_address: str = ""  # kv only: where the accepting side's transport listens
+    bind_token: bytes = b""  # kv only: which accepted data link belongs to this connection
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """HMAC-SHA256(secret, peer's nonce + own nonce + own sender_id + own incarnation)."""
+
+    mac: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a connection is closed by the sender of this frame."""
+
+    error: WireError
+
+
+# --- coordinator -> worker ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Grant blocks for the whole request on a decode worker. `handoff_id` "" means: this worker will prefill it itself."""
+
+    request: GenerateRequest
+    handoff_id: str
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Compute the prompt. With a ticket: push KV from token `skip_tokens` on to the ticket's target, then stop after the first
+    drawn token. Without: the reservation is on this very worker, which goes on decoding."""
+
+    request: GenerateRequest
+    ticket: Ticket | None = None
+    skip_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Forget the request, in any state, at once. Unknown ids are ignored. No answer is sent for the request any more."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The workers to hold kv connections with (all decode workers, for a prefill worker). Replaces the previous list."""
+
+    workers: tuple[WorkerInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AskAudit:
+    call_id: int
+
+
+# --- worker -> coordinator ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Blocks granted. `num_cached_tokens` tokens of the prompt are already here and need not be sent."""
+
+    request_id: str
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenItem:
+    request_id: str
+    token: Token
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """All tokens of one step for this coordinator, one frame."""
+
+    items: tuple[TokenItem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOff:
+    """Sent by prefill: the target has everything and goes on alone. `transfer_s` is the part not hidden behind compute."""
+
+    request_id: str
+    num_bytes: int
+    exposed_s: float
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The one terminal event of a request on this worker: `finished` or `error`, never both, never neither."""
+
+    request_id: str
+    finished: Finished | None = None
+    error: WireError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStatus:
+    """A kv connection as its prefill side sees it, after the transfer self-test."""
+
+    worker_id: str
+    is_ready: bool
+    transport: str = ""
+    gigabytes_per_s: float = 0.0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Heartbeat, once a second and on change. `step_age_s`: since the engine thread last proved that it is alive.
+
+    `counters` are monotonic totals by metric name (contracts/metrics.py, the worker-owned ones).
+    """
+
+    worker_id: str
+    incarnation: int
+    is_ready: bool
+    step_age_s: float
+    num_running: int
+    num_waiting: int
+    audit: BlockAudit
+    peers: tuple[PeerStatus, ...] = ()
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOwner:
+    """Who holds blocks: one line of the audit's detail."""
+
+    request_id: str
+    state: str
+    num_blocks: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReply:
+    call_id: int
+    audit: BlockAudit
+    owners: tuple[BlockOwner, ...] = ()
+
+
+# --- kvtransfer: prefill (P) <-> decode (D) ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """P -> D: this ticket's KV is coming, from token `start` on. D answers Grant (credits) or Abort."""
+
+    ticket: Ticket
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """D -> P: `slots` are free, receives are posted on them; each may carry one Data."""
+
+    handoff_id: str
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """P -> D: slot `slot` carries tokens [low, high), `num_bytes` bytes, layout [tokens, L, 2, K, D], checked by `checksum`."""
+
+    handoff_id: str
+    chunk: int
+    slot: int
+    low: int
+    high: int
+    num_bytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkDone:
+    """D -> P: the chunk is scattered (is_ok) or must be sent again; the slot is free again either way."""
+
+    handoff_id: str
+    chunk: int
+    slot: int
+    is_ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffState:
+    """What travels with the KV: everything sampling needs that the target does not already have from Reserve.
+
+    The draw is keyed by (seed, position) and penalties follow from the tokens, so the tokens are the state.
+    """
+
+    first_token: Token
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fin:
+    """P -> D: all chunks are acknowledged; take over from `state`. Idempotent by handoff_id."""
+
+    handoff_id: str
+    num_chunks: int
+    state: HandoffState
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """D -> P: the request is D's now; P may let go of its blocks."""
+
+    handoff_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Either side: the handoff is over, without result. Answered by AbortOk once no buffer of it is in use."""
+
+    handoff_id: str
+    error: WireError
+
+
+@dataclass(frozen=True, slots=True)
+class AbortOk:
+    handoff_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """P -> D self-test: slot `slot` carries `num_bytes` bytes with this checksum. D answers ProbeDone."""
+
+    slot: int
+    num_bytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeDone:
+    slot: int
+    is_ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    number: int
+
+
+Message = (
+    Hello
+    | Proof
+    | Refusal
+    | Reserve
+    | Prefill
+    | Cancel
+    | Peers
+    | AskAudit
+    | Reserved
+    | Tokens
+    | HandedOff
+    | Ended
+    | Status
+    | AuditReply
+    | Open
+    | Grant
+    | Data
+    | ChunkDone
+    | Fin
+    | Commit
+    | Abort
+    | AbortOk
+    | Probe
+    | ProbeDone
+    | Ping
+    | Pong
+)

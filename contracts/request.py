@@ -1,0 +1,77 @@
+"""One generation as the engine sees it: token ids in, token ids out. Text never goes below the coordinator.
+
+A client's choice (one of `n`) is one `GenerateRequest`. Its draw at output position i depends only on
+(weights, prompt, parameters, seed, i), so a request may move between workers at any token: whoever continues it gets
+`output_ids`, the tokens the client already has, and goes on at position len(output_ids).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is drawn. Order: penalties, logit_bias, min_tokens mask, temperature, top_k, top_p, min_p, draw.
+
+    `temperature` 0 is argmax (after penalties and bias). `top_k` 0 is off. `num_logprobs` None: none asked; k: the drawn
+    token's logprob and the k best, all before temperature, penalties and bias. `logit_bias` is (token_id, bias) pairs.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    num_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """`request_id` is minted by the coordinator, unique per choice and attempt; never a client's string.
+
+    `salt` separates prefix caches (tenant); blocks are shared only between equal salts.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    output_ids: tuple[int, ...] = ()
+    salt: str = ""
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens whose KV must exist before the next draw: prompt + tokens already sent."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Upper bound of tokens this request will ever hold KV for (the last drawn token needs none)."""
+        return len(self.prompt_ids) + self.sampling.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One drawn token. `index` is its position in the output (0 = first); `top` is (token_id, logprob), best first."""
+
+    index: int
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The good terminal event. `reason` is "stop" (EOS or stop token) or "length"."""
+
+    reason: str
+    num_cached_tokens: int = 0
+    stop_token_id: int | None = None
