@@ -1,0 +1,54 @@
+# make serve   install what is missing, start Baton, print the URL      PORT (8000) HOST MODEL CONFIG
+# make stop    stop the instance on PORT
+# make test    install what is missing, run all tests
+# make check   ruff, mypy --strict, layer test
+# make clean   remove .venv and caches of tools (models in ~/.cache/baton stay)
+
+PORT   ?=
+HOST   ?=
+MODEL  ?=
+CONFIG ?=
+VENV   ?= .venv
+PYTHON ?= python3
+
+# Which torch is installed first, so that the requirement `torch` of Baton and of others is already met.
+# A machine without an NVIDIA driver takes the version the project is tested with on CPU. Choose another build with
+# e.g. TORCH="torch" or TORCH="torch==2.13.0 --index-url URL-OF-A-CPU-ONLY-INDEX" (PyPI's Linux wheel brings CUDA
+# libraries of several GB).
+TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch,torch==2.13.0)
+
+PY    := $(VENV)/bin/python
+STAMP := $(VENV)/.baton-installed
+
+.PHONY: serve stop test check setup clean
+
+serve: setup
+	@exec $(PY) -m coordinator.launch $(if $(PORT),--port '$(PORT)') $(if $(HOST),--host '$(HOST)') $(if $(MODEL),--model '$(MODEL)') $(if $(CONFIG),--config '$(CONFIG)')
+
+stop:
+	@test -x $(PY) || { echo "nothing to stop: $(VENV) is not installed"; exit 0; }; \
+	exec $(PY) -m coordinator.launch --stop $(if $(PORT),--port '$(PORT)') $(if $(CONFIG),--config '$(CONFIG)')
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"expected Python >= 3.11 but {sys.executable} is {v.major}.{v.minor}; set PYTHON=/path/to/python3.11")'
+	@echo "[1/3] environment in $(VENV)"
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo "[2/3] $(TORCH)"
+	@$(PY) -m pip install --progress-bar on $(TORCH)
+	@echo "[3/3] Baton and its libraries (a few minutes the first time)"
+	@$(PY) -m pip install --progress-bar on --editable '.[test]'
+	@touch $@
+
+test: setup
+	@$(PY) -m pytest
+
+check: setup
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy --strict
+	@$(PY) -m pytest --durations=0 tests/test_layers.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

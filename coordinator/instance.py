@@ -1,0 +1,244 @@
+"""One Baton instance on this machine: its lock, its folder, its ports, and what it may leave behind.
+
+    <cache>/run/<port>.json   the claim: who serves this port. Locked (flock) for as long as its owner lives, so a
+                              claim that can be locked belongs to nobody and what it names can be removed.
+    /tmp/baton<port>-xxxx/    the run folder: Ray's session, HAProxy's configuration, sockets and state. Mode 0700.
+
+    claim() ─► run folder ─► Ray, Serve, HAProxy ─► close(): left-over processes ended, folder and claim removed
+       └ before: every claim without a living owner is swept (its owner was killed and could not do it itself)
+
+Ray binds its processes to the life of the process that started it, and coordinator/haproxy.py does so for HAProxy. The
+sweep is for what neither can see: a machine that froze, a kill in the first milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from contracts.config import cache_dir
+from contracts.errors import ConfigError
+
+_TERM_TIMEOUT_S = 3.0
+_KILL_TIMEOUT_S = 5.0
+_POLL_S = 0.05
+
+# NOTE: HAProxy appends a suffix to a socket path and Serve a node id of 56 characters; a unix socket path ends at 107.
+_RUN_ROOT = Path("/tmp")
+
+
+class PortBusyError(ConfigError):
+    """Somebody else has the port."""
+
+    code = "port_busy"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a claim file says."""
+
+    pid: int
+    host: str
+    port: int
+    run_dir: str
+    url: str
+
+
+@dataclass(slots=True)
+class Instance:
+    """A held claim. `close` gives everything back and may be called twice."""
+
+    claim: Claim
+    path: Path
+    lock: IO[str]
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.claim.run_dir)
+
+    def close(self) -> None:
+        if self.lock.closed:
+            return
+        _remove_leftovers(self.claim)
+        self.path.unlink(missing_ok=True)
+        self.lock.close()
+
+
+def claim_port(host: str, port: int) -> Instance:
+    """Make this process the owner of `port` on this machine, after sweeping what dead owners left.
+
+    Raises PortBusyError if another instance or another program has the port.
+    """
+    sweep()
+    folder = _claims_dir()
+    path = folder / f"{port}.json"
+    lock = path.open("a+")
+    if not _try_lock(lock):
+        lock.close()
+        other = _read_claim(path)
+        pid = f" (pid {other.pid})" if other else ""
+        raise PortBusyError(
+            f"port {port} already serves a Baton instance{pid}: `make stop PORT={port}` ends it; or choose another PORT"
+        )
+    try:
+        _check_free(host, port)
+        run_dir = tempfile.mkdtemp(prefix=f"baton{port}-", dir=_RUN_ROOT)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        lock.close()
+        raise
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+    claim = Claim(os.getpid(), host, port, run_dir, f"http://{shown}:{port}")
+    lock.truncate(0)
+    lock.write(json.dumps({name: getattr(claim, name) for name in Claim.__slots__}))
+    lock.flush()
+    return Instance(claim, path, lock)
+
+
+def stop(port: int, timeout_s: float = 60.0) -> bool:
+    """End the instance that owns `port` and wait until it has given everything back; False if there was none.
+
+    Raises TimeoutError if it is still there after `timeout_s`; nothing is killed by force then.
+    """
+    path = _claims_dir() / f"{port}.json"
+    claim = _read_claim(path)
+    if claim is None or not _is_owned(path):
+        sweep()
+        return False
+    os.kill(claim.pid, signal.SIGTERM)
+    deadline = time.monotonic() + timeout_s
+    # The owner is not our child, so there is no event to wait on but its lock.
+    while _is_owned(path):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"instance on port {port} (pid {claim.pid}) did not end in {timeout_s:.0f} s")
+        time.sleep(_POLL_S)
+    sweep()
+    return True
+
+
+def sweep() -> list[int]:
+    """Remove what instances without a living owner left; the ports of those found."""
+    swept = []
+    for path in sorted(_claims_dir().glob("*.json")):
+        with contextlib.suppress(FileNotFoundError), path.open("r+") as lock:
+            if not _try_lock(lock):
+                continue
+            claim = _read_claim(path)
+            if claim is not None:
+                _remove_leftovers(claim)
+                swept.append(claim.port)
+            path.unlink(missing_ok=True)
+    return swept
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on now. They are not held: use them soon."""
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for holder in found:
+            holder.bind(("", 0))
+        return [holder.getsockname()[1] for holder in found]
+
+
+def _claims_dir() -> Path:
+    folder = cache_dir() / "run"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"expected a writable cache but {folder}: {error.strerror}") from error
+    return folder
+
+
+def _read_claim(path: Path) -> Claim | None:
+    try:
+        fields = json.loads(path.read_text())
+        return Claim(**{name: fields[name] for name in Claim.__slots__})
+    except (OSError, ValueError, KeyError, TypeError):
+        # Absent, or its owner was killed while it wrote: then there is no run folder to know of either.
+        return None
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_owned(path: Path) -> bool:
+    try:
+        with path.open("r+") as file:
+            return not _try_lock(file)
+    except FileNotFoundError:
+        return False
+
+
+def _check_free(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except socket.gaierror as error:
+            raise ConfigError(
+                f"HOST: expected an address of this machine but got {host!r}: {error.strerror}"
+            ) from error
+        except OSError as error:
+            raise PortBusyError(f"expected port {port} on {host} to be free but: {error.strerror}") from error
+
+
+def _remove_leftovers(claim: Claim) -> None:
+    run_dir = Path(claim.run_dir)
+    if not run_dir.name.startswith("baton") or run_dir.parent != _RUN_ROOT:
+        return
+    # Processes of Ray end by themselves when their raylet is gone; give them the time to.
+    _wait_gone(claim.run_dir, _TERM_TIMEOUT_S, lambda pid: None)
+    _wait_gone(claim.run_dir, _KILL_TIMEOUT_S, lambda pid: os.kill(pid, signal.SIGKILL))
+    shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def _wait_gone(run_dir: str, timeout_s: float, act: Callable[[int], None]) -> None:
+    deadline = time.monotonic() + timeout_s
+    while (pids := processes_using(run_dir)) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                act(pid)
+        time.sleep(_POLL_S)
+
+
+def processes_using(run_dir: str, program: str = "") -> list[int]:
+    """Processes that name the run folder in their command line or write their output into it; never this one.
+
+    Ray's workers overwrite their command line, but their standard output goes to the session's logs. With `program`,
+    only those whose executable has this name.
+    """
+    return [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and int(entry.name) != os.getpid() and _uses(entry, run_dir, program)
+    ]
+
+
+def _uses(process: Path, run_dir: str, program: str) -> bool:
+    try:
+        command = (process / "cmdline").read_bytes()
+        if program and not command.split(b"\0")[0].endswith(f"/{program}".encode()):
+            return False
+        if run_dir.encode() in command:
+            return True
+        return any(os.readlink(process / "fd" / number).startswith(run_dir + "/") for number in ("1", "2"))
+    except OSError:
+        # It ended meanwhile, or it is not ours to look at.
+        return False

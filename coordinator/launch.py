@@ -1,0 +1,309 @@
+"""`make serve`: one Baton instance on this machine, from nothing to ready, and everything given back at the end.
+
+    read config ─► claim the port ─► fetch the model ─► Ray ─► Serve ─► application ─► /ready ─► wait for a signal
+         │ 2             │ 2              │ 2            └────────────── 1 ──────────────┘            │ 0
+         └───────────────┴────────────────┴── exit status ──┴── finally: Serve, Ray, HAProxy, run folder, claim
+
+SIGINT, SIGTERM and SIGHUP take the same way out. `--stop` asks the instance on a port to do so, from another shell.
+The Ray instance is this process's own: other Ray clusters on the machine are neither joined nor stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+from contracts.config import BatonConfig, PoolConfig, load_config
+from contracts.errors import ConfigError
+from coordinator.instance import Instance, claim_port, processes_using, stop
+
+READY_TIMEOUT_S = 600.0
+SHUTDOWN_TIMEOUT_S = 45.0
+
+_RAY_END_TIMEOUT_S = 2.0  # for what is left to do when the node process is gone
+_READY_INTERVAL_S = 0.2
+_HTTP_TIMEOUT_S = 5.0
+_OBJECT_STORE_BYTES = 128 << 20  # Serve's messages are small and KV does not travel through Ray
+_SERVE_CPUS = 1.0  # room for Serve's own actors
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+# Takes `model` and `config` as given to the launcher, returns a Serve application.
+Build = Callable[[dict[str, str]], Any]
+
+
+class Stages:
+    """Prints what happens now, with the time since the start of the process's work."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def __call__(self, text: str) -> None:
+        print(f"[{self.elapsed_s:5.1f} s] {text}", flush=True)
+
+
+def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
+    """Run the command line; returns the exit status. `build` replaces coordinator.app's (for tests)."""
+    args = _parser().parse_args(argv)
+    try:
+        overrides = {
+            name: getattr(args, key) for key, name in _OVERRIDES.items() if getattr(args, key) is not None
+        }
+        config = load_config(args.config, overrides)
+        if args.stop:
+            return _stop(config.server.port)
+        return _serve(args, config, build or _build_app)
+    except ConfigError as error:
+        print(f"baton: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 0
+
+
+_OVERRIDES = {"port": "server.port", "host": "server.host"}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m coordinator.launch", description="Serve a model on this machine."
+    )
+    parser.add_argument("--port", type=int, help="port to listen on (default: 8000)")
+    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument(
+        "--model", help="Hugging Face directory, GGUF file or hub id (default: the embedded model)"
+    )
+    parser.add_argument("--config", help="YAML file, see docs/configuration.md")
+    parser.add_argument(
+        "--stop", action="store_true", help="stop the instance on --port and wait for its end"
+    )
+    return parser
+
+
+def _stop(port: int) -> int:
+    try:
+        found = stop(port, SHUTDOWN_TIMEOUT_S + 15.0)
+    except TimeoutError as error:
+        print(f"baton: {error}", file=sys.stderr)
+        return 1
+    print(f"stopped the instance on port {port}" if found else f"no instance on port {port}")
+    return 0
+
+
+def _serve(args: argparse.Namespace, config: BatonConfig, build: Build) -> int:
+    stages = Stages()
+    for number in _STOP_SIGNALS:
+        signal.signal(number, _interrupt)
+    instance = claim_port(config.server.host, config.server.port)
+    try:
+        _start(instance, args, config, build, stages)
+        _summary(instance.claim.url, stages)
+        _wait_lost(instance)
+        print("baton: Ray ended unexpectedly", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nstopping", flush=True)
+        return 0
+    except (RuntimeError, TimeoutError) as error:
+        # Ray's and Serve's start-up errors. Their logs are about to be removed with the run folder.
+        print(f"baton: start failed: {error}", file=sys.stderr)
+        return 1
+    finally:
+        for number in _STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        _shut_down(instance)
+        instance.close()
+        print(f"stopped after {stages.elapsed_s:.1f} s; nothing is left running", flush=True)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _start(
+    instance: Instance, args: argparse.Namespace, config: BatonConfig, build: Build, stages: Stages
+) -> None:
+    if build is _build_app:
+        # The workers would fetch the model themselves; here its progress can be seen.
+        from engine.embedded import resolve_model
+
+        resolve_model(args.model or config.model.path, stages)
+    from coordinator.haproxy import serve_environment
+
+    stages("starting Ray")
+    os.environ.update(serve_environment(instance))
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    import ray
+    from ray import serve
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    ray.init(
+        address="local",
+        num_cpus=_logical_cpus(config),
+        resources=_custom_resources(config),
+        object_store_memory=_OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        _temp_dir=str(instance.run_dir),
+    )
+    # NOTE: ray.init installs a SIGTERM handler of its own, which would end the process without our way out.
+    signal.signal(signal.SIGTERM, _interrupt)
+    stages("starting Serve")
+    serve.start(
+        http_options={"host": instance.claim.host, "port": instance.claim.port},
+        logging_config={"log_level": "WARNING"},
+    )
+    stages("starting the workers: loading and warming up")
+    given = {key: value for key in ("model", "config") if (value := getattr(args, key))}
+    serve.run(build(given), name="baton", logging_config={"log_level": "WARNING"})
+    _wait_ready(instance.claim.url, stages)
+
+
+def _build_app(given: dict[str, str]) -> Any:
+    app = importlib.import_module("coordinator.app")
+    return app.build(app.BuildArgs(**given))
+
+
+def _logical_cpus(config: BatonConfig) -> int:
+    """Ray's CPUs are a book-keeping of shares, so a small machine may have more of them than cores."""
+    wanted = _SERVE_CPUS + config.coordinator.num_replicas * config.coordinator.num_cpus
+    wanted += sum(pool.num_replicas * pool.num_cpus for pool in _pools(config))
+    return max(os.cpu_count() or 1, int(wanted + 0.999))
+
+
+def _custom_resources(config: BatonConfig) -> dict[str, float]:
+    """A cluster's configuration works here too: this one node is of every type it names."""
+    total: dict[str, float] = {}
+    for pool in _pools(config):
+        for name, amount in pool.resources.items():
+            total[name] = total.get(name, 0.0) + amount * pool.num_replicas
+    return total
+
+
+def _pools(config: BatonConfig) -> tuple[PoolConfig, PoolConfig]:
+    return config.prefill, config.decode
+
+
+def _wait_ready(url: str, stages: Stages) -> None:
+    """Return when /ready answers 200. Raises TimeoutError with the last answer after READY_TIMEOUT_S."""
+    shown = ""
+    while True:
+        status, body = _get(f"{url}/ready")
+        if status == 200:
+            return
+        if stages.elapsed_s > READY_TIMEOUT_S:
+            raise TimeoutError(
+                f"expected /ready to answer 200 within {READY_TIMEOUT_S:.0f} s but got {status}: {body}"
+            )
+        if body != shown and status == 503:
+            stages(f"not ready yet: {body[:200]}")
+            shown = body
+        time.sleep(_READY_INTERVAL_S)
+
+
+def _get(url: str) -> tuple[int, str]:
+    """Status (0: no connection) and text. Never follows the environment's HTTP proxy: the server is this machine."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=_HTTP_TIMEOUT_S) as answer:
+            return answer.status, answer.read().decode(errors="replace")
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode(errors="replace")
+    except OSError as error:
+        return 0, str(error)
+
+
+def _summary(url: str, stages: Stages) -> None:
+    model = _first_model(url)
+    print(f"\nBaton is ready after {stages.elapsed_s:.1f} s: {url}", flush=True)
+    print(f"  model    {model}")
+    for role, workers in sorted(_workers(url).items()):
+        print(f"  {role:<8} {', '.join(workers)}")
+    body = json.dumps(
+        {"model": model, "messages": [{"role": "user", "content": "Say hello."}], "stream": True}
+    )
+    print(f"\n  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+    print(f"\nCtrl-C or `make stop PORT={url.rsplit(':', 1)[1]}` stops it.", flush=True)
+
+
+def _first_model(url: str) -> str:
+    status, body = _get(f"{url}/v1/models")
+    with contextlib.suppress(ValueError, KeyError, IndexError, TypeError):
+        if status == 200:
+            return str(json.loads(body)["data"][0]["id"])
+    return "unknown"
+
+
+def _workers(url: str) -> dict[str, list[str]]:
+    """`role -> [worker_id (pid n)]`; empty where /debug/kv wants a key."""
+    found: dict[str, list[str]] = {}
+    status, body = _get(f"{url}/debug/kv")
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        if status == 200:
+            for worker in json.loads(body)["workers"]:
+                found.setdefault(worker["role"], []).append(f"{worker['worker_id']} (pid {worker['pid']})")
+    return found
+
+
+def _shut_down(instance: Instance) -> None:
+    """End Serve and Ray. What still runs when this gives up is ended by Instance.close."""
+    if "ray" not in sys.modules:
+        return
+    ender = threading.Thread(target=_end_ray, name="end-ray", daemon=True)
+    # Ray reports the end of Serve's controller, which is what was asked for, as a failed task on stderr.
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+        ender.start()
+        # NOTE: without its raylet, Serve's shutdown would wait for its whole time-out. A signal to the process group
+        # (a closed terminal) ends Ray and this process at the same time.
+        _wait_lost(instance, SHUTDOWN_TIMEOUT_S)
+        ender.join(_RAY_END_TIMEOUT_S)
+
+
+def _wait_lost(instance: Instance, timeout_s: float | None = None) -> None:
+    """Return when Ray's node process has ended, or after `timeout_s`; at once if there is none."""
+    with contextlib.ExitStack() as stack:
+        nodes = []
+        for pid in processes_using(str(instance.run_dir), program="raylet"):
+            with contextlib.suppress(ProcessLookupError):
+                nodes.append(os.pidfd_open(pid))
+                stack.callback(os.close, nodes[-1])
+        if nodes:
+            select.select(nodes, [], [], timeout_s)
+
+
+def _end_ray() -> None:
+    import ray
+    from ray import serve
+
+    if ray.is_initialized():
+        # Only Serve knows how to drain; if it fails, its processes end with Ray all the same.
+        with contextlib.suppress(Exception):
+            serve.shutdown()
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    status = main()
+    # NOTE: not sys.exit. Ray's exit handlers wait for a cluster which is gone if ending it took too long.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,21 @@
+"""What all tests share. Nothing here imports torch: a test that needs none should not pay for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Read by OpenMP when torch is first imported, here or in a process that a test starts: one compute thread each, so
+# that a test run leaves the machine usable and timings comparable.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def embedded_model_path() -> Path:
+    """The GGUF file of the embedded model; fetched once into the user's cache."""
+    from engine.embedded import ensure_embedded_model
+
+    return ensure_embedded_model()

@@ -1,0 +1,218 @@
+"""coordinator/instance.py and haproxy.py: one owner per port, and nothing left of an owner that was killed."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from contracts.errors import ConfigError
+from coordinator import haproxy, instance
+from coordinator.instance import PortBusyError, claim_port, free_ports, processes_using, stop, sweep
+
+HOLDER = """
+import sys, subprocess
+from coordinator.instance import claim_port
+held = claim_port("127.0.0.1", int(sys.argv[1]))
+command = [sys.executable, "-c", "import sys; sys.stdin.read()", held.claim.run_dir]
+child = subprocess.Popen(command, stdin=subprocess.PIPE)
+try:
+    print(held.claim.run_dir, child.pid, flush=True)
+    sys.stdin.read()
+except KeyboardInterrupt:
+    child.kill()
+    child.wait()
+    held.close()
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path))
+    yield
+    assert not list((tmp_path / "run").glob("*")), "a claim was left"
+
+
+class Holder:
+    """Another process that owns a port; `run_dir` and a child which would outlive it."""
+
+    def __init__(self, port: int) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(Path(instance.__file__).parents[1])}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        run_dir, child_pid = self.process.stdout.readline().split()
+        self.run_dir, self.child_pid = Path(run_dir), int(child_pid)
+
+    def end(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+        self.process.communicate()
+
+
+def is_alive(pid: int) -> bool:
+    """Running; a zombie that only waits for its parent to look is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_claim_gives_a_private_folder_and_gives_it_back() -> None:
+    [port] = free_ports(1)
+    held = claim_port("127.0.0.1", port)
+    assert held.run_dir.stat().st_mode & 0o777 == 0o700
+    assert held.claim.url == f"http://127.0.0.1:{port}"
+    held.close()
+    held.close()
+    assert not held.run_dir.exists()
+
+
+def test_every_address_is_shown_as_loopback() -> None:
+    [port] = free_ports(1)
+    held = claim_port("0.0.0.0", port)
+    held.close()
+    assert held.claim.url == f"http://127.0.0.1:{port}"
+
+
+def test_two_ports_two_owners() -> None:
+    first, second = (claim_port("127.0.0.1", port) for port in free_ports(2))
+    assert first.run_dir != second.run_dir
+    first.close()
+    assert second.run_dir.is_dir()
+    second.close()
+
+
+def test_port_of_another_program_is_refused() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(PortBusyError, match=r"expected port .* to be free"):
+            claim_port("127.0.0.1", other.getsockname()[1])
+
+
+def test_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
+        claim_port("192.0.2.1", free_ports(1)[0])
+
+
+def test_port_of_another_instance_is_refused_with_its_pid() -> None:
+    [port] = free_ports(1)
+    holder = Holder(port)
+    with pytest.raises(PortBusyError, match=rf"pid {holder.process.pid}.*make stop PORT={port}"):
+        claim_port("127.0.0.1", port)
+    holder.end(signal.SIGINT)
+
+
+def test_killed_owner_is_swept_with_its_processes() -> None:
+    [port] = free_ports(1)
+    holder = Holder(port)
+    assert processes_using(str(holder.run_dir)) == [holder.child_pid]
+    holder.process.kill()
+    holder.process.wait()
+    assert sweep() == [port]
+    assert not holder.run_dir.exists()
+    assert not is_alive(holder.child_pid)
+    holder.process.communicate()
+
+
+def test_living_owner_is_not_swept() -> None:
+    [port] = free_ports(1)
+    holder = Holder(port)
+    assert sweep() == []
+    assert holder.run_dir.is_dir()
+    assert is_alive(holder.child_pid)
+    holder.end(signal.SIGINT)
+
+
+def test_stop_without_an_instance_says_so() -> None:
+    assert stop(free_ports(1)[0]) is False
+
+
+def test_claim_file_never_names_a_folder_to_remove_elsewhere(tmp_path: Path) -> None:
+    precious = tmp_path / "baton-precious"
+    precious.mkdir()
+    run = tmp_path / "run"
+    run.mkdir()
+    text = f'{{"pid": 1, "host": "", "port": 1, "run_dir": "{precious}", "url": ""}}'
+    (run / "1.json").write_text(text)
+    sweep()
+    assert precious.is_dir()
+
+
+def test_instances_share_no_file_and_no_port() -> None:
+    first, second = (claim_port("127.0.0.1", port) for port in free_ports(2))
+    one, two = haproxy.serve_environment(first), haproxy.serve_environment(second)
+    for name in one:
+        if name.endswith(("_LOC", "_PATH", "_BASE", "_FILE", "_PORT")) and "DIRECT_INGRESS" not in name:
+            assert one[name] != two[name], name
+    first.close()
+    second.close()
+
+
+def test_haproxy_socket_paths_fit_into_a_unix_address() -> None:
+    held = claim_port("127.0.0.1", free_ports(1)[0])
+    environment = haproxy.serve_environment(held)
+    node_id, suffix = "f" * 56, ".4194304.tmp"
+    for name in ("RAY_SERVE_HAPROXY_SOCKET_PATH", "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH"):
+        path = Path(environment[name])
+        assert len(str(path.parent / node_id / path.name) + suffix) <= 107
+    held.close()
+
+
+def test_haproxy_pages_listen_on_loopback_only(tmp_path: Path) -> None:
+    """The script rewrites the configuration that Serve generated and then becomes the real binary."""
+    script = haproxy.write_script(tmp_path)
+    config = tmp_path / "haproxy.cfg"
+    config.write_text(
+        "frontend prometheus\n    bind :9101\nfrontend http\n    bind 0.0.0.0:8000\nlisten stats\n  bind *:8404\n"
+    )
+    (tmp_path / "haproxy.py").write_text((tmp_path / "haproxy.py").read_text().replace("os.execv(", "print("))
+    done = subprocess.run([script, "-db", "-f", config], check=True, capture_output=True, text=True)
+    assert done.stdout.split()[0].endswith("/haproxy")
+    binds = [line.strip() for line in config.read_text().splitlines() if "bind" in line]
+    assert binds == ["bind 127.0.0.1:9101", "bind 0.0.0.0:8000", "bind 127.0.0.1:8404"]
+
+
+def test_haproxy_ends_with_its_parent(tmp_path: Path) -> None:
+    script = haproxy.write_script(tmp_path)
+    (tmp_path / "haproxy.cfg").write_text(
+        f"defaults\n  timeout connect 1s\n  timeout client 1s\n  timeout server 1s\n"
+        f"frontend f\n  bind 127.0.0.1:{free_ports(1)[0]}\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", _PARENT, str(script), str(tmp_path / "haproxy.cfg")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    child_pid = int(parent.stdout.readline())
+    waiter = os.pidfd_open(child_pid)
+    parent.kill()
+    parent.communicate()
+    readable, _, _ = select.select([waiter], [], [], 10.0)
+    os.close(waiter)
+    assert readable, "expected HAProxy to end with its parent"
+
+
+_PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.argv[1], "-db", "-f", sys.argv[2]], stderr=subprocess.DEVNULL)
+while b"bin/haproxy" not in open(f"/proc/{child.pid}/cmdline", "rb").read().split(b"\\0")[0]:
+    time.sleep(0.01)
+print(child.pid, flush=True)
+sys.stdin.read()
+"""

@@ -1,0 +1,128 @@
+"""coordinator/launch.py against real Ray and Serve: two instances beside each other, every way to end one."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from coordinator import launch
+from coordinator.instance import free_ports, processes_using, sweep
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 150.0
+END_TIMEOUT_S = 60.0
+
+
+class Launcher:
+    """`python -m tests.deploy.tiny_app` on a free port; its output up to the summary."""
+
+    def __init__(self, cache: Path) -> None:
+        [self.port] = free_ports(1)
+        environment = {**os.environ, "BATON_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.deploy.tiny_app", "--port", str(self.port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
+        )
+        self.output = ""
+
+    def wait_ready(self) -> None:
+        assert self.process.stdout is not None
+        watchdog = threading.Timer(START_TIMEOUT_S, self.process.kill)
+        watchdog.start()
+        for line in self.process.stdout:
+            self.output += line
+            if "stops it" in line:
+                watchdog.cancel()
+                return
+        watchdog.cancel()
+        pytest.fail(f"the launcher ended before it was ready:\n{self.output}")
+
+    def end(self, number: signal.Signals) -> int:
+        self.process.send_signal(number)
+        rest, _ = self.process.communicate(timeout=END_TIMEOUT_S)
+        self.output += rest
+        return self.process.returncode
+
+    def run_dirs(self) -> list[Path]:
+        return list(Path("/tmp").glob(f"baton{self.port}-*"))
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_two_instances_live_and_end_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path))
+    first, second = Launcher(tmp_path), Launcher(tmp_path)
+    try:
+        first.wait_ready()
+        second.wait_ready()
+        assert re.search(
+            rf"ready after \d+\.\d s: http://127\.0\.0\.1:{first.port}$", first.output, re.MULTILINE
+        )
+        assert re.search(r"prefill +prefill-0 \(pid \d+\)", first.output)
+        assert re.search(r"decode +decode-0 \(pid \d+\)", first.output)
+
+        assert launch.main(["--port", str(first.port)]) == 2, "a busy port is refused"
+
+        [run_dir] = first.run_dirs()
+        assert first.end(signal.SIGTERM) == 0, first.output
+        assert not processes_using(str(run_dir))
+        assert not run_dir.exists()
+
+        assert launch._get(f"http://127.0.0.1:{second.port}/ready")[0] == 200, "the other one is not touched"
+        [run_dir] = second.run_dirs()
+        second.process.kill()
+        second.process.communicate(timeout=END_TIMEOUT_S)
+        assert sweep() == [second.port]
+        assert not processes_using(str(run_dir))
+        assert not run_dir.exists()
+        assert launch._get(f"http://127.0.0.1:{second.port}/ready")[0] == 0
+    finally:
+        for launcher in (first, second):
+            launcher.process.kill()
+            launcher.process.communicate(timeout=END_TIMEOUT_S)
+        sweep()
+
+
+def test_stop_without_an_instance_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path))
+    [port] = free_ports(1)
+    assert launch.main(["--stop", "--port", str(port)]) == 0
+    assert capsys.readouterr().out == f"no instance on port {port}\n"
+
+
+def test_bad_configuration_ends_with_2_and_the_field(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("decode: {replicas: 2}\n")
+    assert launch.main(["--config", str(config)]) == 2
+    assert "decode.replicas: unknown key" in capsys.readouterr().err
+
+
+def test_ray_gets_room_for_all_workers_and_their_resources() -> None:
+    from contracts.config import load_config
+
+    config = load_config(
+        None, {"decode.num_replicas": 40, "decode.num_cpus": 1.0, "decode.resources": {"decode": 1.0}}
+    )
+    assert launch._logical_cpus(config) >= 41
+    assert launch._custom_resources(config) == {"decode": 40.0}
+
+
+def test_starting_does_not_load_torch() -> None:
+    code = "import sys, coordinator.launch, coordinator.haproxy, engine.embedded; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
