@@ -64,7 +64,9 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def block_hashes(token_ids: Sequence[int], block_size: int, salt: str = "", parent: bytes = b"") -> list[bytes]:
+def block_hashes(
+    token_ids: Sequence[int], block_size: int, salt: str = "", parent: bytes = b""
+) -> list[bytes]:
     """Chained hash of each FULL block: h_i = H(h_{i-1}, tokens of block i), h_{-1} = `parent` or H(salt).
 
     16 bytes each; equal hashes mean equal token prefixes under an equal salt.

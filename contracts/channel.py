@@ -60,7 +60,9 @@ class Channel:
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             if length > self._max_frame_bytes:
-                raise ProtocolError(f"expected a frame of at most {self._max_frame_bytes} bytes but got {length}")
+                raise ProtocolError(
+                    f"expected a frame of at most {self._max_frame_bytes} bytes but got {length}"
+                )
             return wire.decode(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError, OSError) as error:
             raise WorkerLostError(f"connection to {self.peer.sender_id or 'peer'} ended") from error
@@ -89,13 +91,17 @@ class Channel:
             raise ProtocolError(f"expected hello but peer sent {type(peer).__name__}")
         self.send(Proof(_mac(secret, peer.nonce, hello)))
         proof = await self.receive()
-        if not isinstance(proof, Proof) or not hmac.compare_digest(proof.mac, _mac(secret, hello.nonce, peer)):
+        if not isinstance(proof, Proof) or not hmac.compare_digest(
+            proof.mac, _mac(secret, hello.nonce, peer)
+        ):
             raise ProtocolError(f"peer {peer.sender_id!r} did not prove the cluster secret")
         self.peer = peer
         self._max_frame_bytes = MAX_FRAME_BYTES
         try:
             if peer.purpose != hello.purpose:
-                raise ProtocolError(f"expected a {hello.purpose!r} connection but peer asked for {peer.purpose!r}")
+                raise ProtocolError(
+                    f"expected a {hello.purpose!r} connection but peer asked for {peer.purpose!r}"
+                )
             check(peer)
         except BatonError as error:
             self.send(Refusal(to_wire(error)))

@@ -44,8 +44,12 @@ def decode(payload: bytes) -> Message:
         raise ProtocolError(f"expected a msgpack map but got {len(payload)} unreadable bytes") from error
     if not isinstance(raw, dict):
         raise ProtocolError(f"expected a msgpack map but got {type(raw).__name__}")
+    if not all(isinstance(key, str) for key in raw):
+        raise ProtocolError("expected field names to be strings but got bytes")
     if raw.get("v") != PROTOCOL_VERSION:
-        raise ProtocolError(f"expected protocol version {PROTOCOL_VERSION} but peer sent {str(raw.get('v'))[:32]}")
+        raise ProtocolError(
+            f"expected protocol version {PROTOCOL_VERSION} but peer sent {str(raw.get('v'))[:32]}"
+        )
     kind = raw.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
         raise ProtocolError(f"expected one of {len(KINDS)} message kinds but peer sent {str(kind)[:64]!r}")

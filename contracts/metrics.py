@@ -1,0 +1,102 @@
+"""Every metric of Baton, in one table: name, kind, labels, buckets, and the one process kind that writes it.
+
+Names are `baton_<what>_<unit>`, counters end in `_total`. Label values come from closed sets: `outcome`,
+`code`, `endpoint`, `role`, `state`; worker ids are bounded by the pools. Workers have no HTTP port of their
+own: they send their counters in `Status.counters` (by the name in this table), and the coordinator shows
+them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["counter", "gauge", "histogram"]
+Writer = Literal["coordinator", "worker"]
+
+SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    600.0,
+)
+TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 131072.0)
+
+ENDPOINTS = ("chat", "completions", "models", "health", "ready", "metrics", "debug", "other")
+OUTCOMES = ("stop", "length", "cancelled", "error")
+BLOCK_STATES = ("free", "cached", "running", "reserved", "in_handoff", "quarantined")
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """One row. `buckets` only for histograms."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    writer: Writer = "coordinator"
+
+
+_WORKER = ("worker_id", "role")
+
+METRICS: tuple[MetricSpec, ...] = (
+    MetricSpec("baton_requests_total", "counter", "Choices ended, by how.", ("endpoint", "outcome")),
+    MetricSpec("baton_errors_total", "counter", "Errors shown to clients, by code.", ("endpoint", "code")),
+    MetricSpec("baton_http_responses_total", "counter", "HTTP responses.", ("endpoint", "status")),
+    MetricSpec("baton_requests_running", "gauge", "HTTP generation requests at work.", ("endpoint",)),
+    MetricSpec("baton_prompt_tokens_total", "counter", "Prompt tokens of accepted requests."),
+    MetricSpec("baton_cached_prompt_tokens_total", "counter", "Prompt tokens that a prefix cache supplied."),
+    MetricSpec("baton_output_tokens_total", "counter", "Tokens drawn."),
+    MetricSpec("baton_ttft_seconds", "histogram", "Request to first token.", ("endpoint",), SECONDS),
+    MetricSpec("baton_itl_seconds", "histogram", "Between two tokens of one output.", ("endpoint",), SECONDS),
+    MetricSpec("baton_e2e_seconds", "histogram", "Request to the end of an output.", ("endpoint",), SECONDS),
+    MetricSpec("baton_queue_seconds", "histogram", "Wait for a place.", (), SECONDS),
+    MetricSpec("baton_prompt_length_tokens", "histogram", "Prompt length.", (), TOKENS),
+    MetricSpec("baton_output_length_tokens", "histogram", "Output length.", (), TOKENS),
+    MetricSpec("baton_retries_total", "counter", "Placements tried again, by the error's code.", ("code",)),
+    MetricSpec("baton_worker_ready", "gauge", "1 if the worker is ready.", _WORKER),
+    MetricSpec(
+        "baton_worker_step_age_seconds", "gauge", "Since the last sign of life of the engine.", _WORKER
+    ),
+    MetricSpec("baton_worker_requests", "gauge", "Requests on the worker.", (*_WORKER, "state")),
+    MetricSpec("baton_worker_blocks", "gauge", "KV blocks by state.", (*_WORKER, "state")),
+    MetricSpec(
+        "baton_link_bytes_per_second",
+        "gauge",
+        "Speed of the transfer self-test.",
+        ("worker_id", "peer_id", "transport"),
+    ),
+    MetricSpec("baton_link_ready", "gauge", "1 if the link can carry KV.", ("worker_id", "peer_id")),
+    MetricSpec("baton_worker_steps_total", "counter", "Engine steps.", _WORKER, writer="worker"),
+    MetricSpec("baton_worker_busy_seconds_total", "counter", "Time inside steps.", _WORKER, writer="worker"),
+    MetricSpec("baton_worker_prefill_tokens_total", "counter", "Tokens computed.", _WORKER, writer="worker"),
+    MetricSpec("baton_worker_decode_tokens_total", "counter", "Tokens decoded.", _WORKER, writer="worker"),
+    MetricSpec(
+        "baton_worker_cached_tokens_total", "counter", "Tokens from the cache.", _WORKER, writer="worker"
+    ),
+    MetricSpec("baton_worker_preemptions_total", "counter", "Sequences preempted.", _WORKER, writer="worker"),
+    MetricSpec(
+        "baton_worker_handoffs_total", "counter", "KV handoffs that ended well.", _WORKER, writer="worker"
+    ),
+    MetricSpec(
+        "baton_worker_handoff_failures_total", "counter", "KV handoffs lost.", _WORKER, writer="worker"
+    ),
+    MetricSpec("baton_worker_handoff_bytes_total", "counter", "KV bytes moved.", _WORKER, writer="worker"),
+)
+
+BY_NAME: dict[str, MetricSpec] = {spec.name: spec for spec in METRICS}
