@@ -1,0 +1,1 @@
+"""The OpenAI surface, admission, placement and the flow of one request."""

@@ -1,0 +1,93 @@
+"""What the HTTP edge asks of whatever generates: the flow in production, a script in tests.
+
+One output's life:
+
+    generate() ─► Token* ─► Finished            the good end
+             └──► Token* ─► raises BatonError   the other end; before any token it becomes an HTTP status
+    aclose() at any point cancels the request everywhere; nothing comes after it
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+from contracts.blocks import BlockAudit
+from contracts.messages import BlockOwner, Role, Status
+from contracts.request import Finished, GenerateRequest, Token
+
+
+class TokenStream(Protocol):
+    """The tokens of one output, each drawn one exactly once (EOS and stop tokens too), then one `Finished`.
+
+    An async generator is one. Raises BatonError at any point instead of `Finished`, never after it.
+    """
+
+    def __aiter__(self) -> Self: ...
+
+    async def __anext__(self) -> Token | Finished: ...
+
+    async def aclose(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReadiness:
+    """One pool: `num_ready` of `num_workers` can take work."""
+
+    role: Role
+    num_workers: int
+    num_ready: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A worker's last heartbeat and the role it plays."""
+
+    role: Role
+    status: Status
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Invariant 5. `reason` says what is missing; empty when ready."""
+
+    is_ready: bool
+    reason: str = ""
+    pools: tuple[PoolReadiness, ...] = ()
+    workers: tuple[WorkerStatus, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAudit:
+    """Invariant 3 on one worker, with who holds what."""
+
+    worker_id: str
+    role: Role
+    pid: int
+    incarnation: int
+    audit: BlockAudit
+    owners: tuple[BlockOwner, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Limits of one request. `max_total_tokens`: prompt + output, min(context of the model, KV of a worker).
+
+    `num_logits` is the width of the model's logits; ids below it may be biased. 0: the tokenizer's
+    vocabulary.
+    """
+
+    max_total_tokens: int
+    num_logits: int = 0
+
+
+class Backend(Protocol):
+    """Everything the edge needs. `generate` returns at once; its work starts with the first `__anext__`."""
+
+    def generate(self, request: GenerateRequest, deadline_s: float | None) -> TokenStream: ...
+
+    def readiness(self) -> Readiness: ...
+
+    def capacity(self) -> Capacity: ...
+
+    async def audit(self) -> list[WorkerAudit]: ...

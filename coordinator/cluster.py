@@ -1,0 +1,79 @@
+"""The live cluster as the HTTP edge sees it: requests through the flow, readiness and audit from the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from contracts.config import BatonConfig
+from contracts.errors import OverloadedError, WorkerLostError
+from contracts.messages import Role
+from contracts.request import GenerateRequest
+from coordinator.backend import Capacity, PoolReadiness, Readiness, TokenStream, WorkerAudit, WorkerStatus
+from coordinator.fleet import Fleet
+from coordinator.flow import Flow
+from coordinator.links import WorkerLink
+
+AUDIT_TIMEOUT_S = 5.0
+
+
+class ClusterBackend:
+    """A `Backend` (coordinator/backend.py) over real workers."""
+
+    def __init__(self, config: BatonConfig, fleet: Fleet, flow: Flow) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._flow = flow
+
+    def generate(self, request: GenerateRequest, deadline_s: float | None) -> TokenStream:
+        return self._flow.generate(request, deadline_s)
+
+    def readiness(self) -> Readiness:
+        """Ready: a decode worker, and (unless colocated) a prefill worker whose transfer self-test with it passed."""
+        pools = tuple(self._pool(role) for role in ("prefill", "decode"))
+        workers = tuple(
+            WorkerStatus(link.info.role, link.status)
+            for link in self._fleet.links()
+            if link.status is not None
+        )
+        reason = self._missing()
+        return Readiness(not reason, reason, pools, workers)
+
+    def capacity(self) -> Capacity:
+        """Raises OverloadedError while no decode worker is known."""
+        infos = [link.info for link in self._fleet.links() if link.info.role == "decode"]
+        if not infos:
+            raise OverloadedError("no decode worker is ready yet", retry_after_s=5.0)
+        limits = [min(info.max_model_len, info.num_blocks * info.layout.block_size) for info in infos]
+        return Capacity(max_total_tokens=max(limits))
+
+    async def audit(self) -> list[WorkerAudit]:
+        """Every live worker's audit; one that does not answer in time is left out."""
+        audits = await asyncio.gather(*(self._audit(link) for link in self._fleet.links()))
+        return [audit for audit in audits if audit is not None]
+
+    async def _audit(self, link: WorkerLink) -> WorkerAudit | None:
+        with suppress(WorkerLostError):
+            reply = await link.audit(AUDIT_TIMEOUT_S)
+            info = link.info
+            return WorkerAudit(
+                info.worker_id, info.role, info.pid, info.incarnation, reply.audit, reply.owners
+            )
+        return None
+
+    def _pool(self, role: Role) -> PoolReadiness:
+        links = [link for link in self._fleet.links() if link.info.role == role]
+        return PoolReadiness(role, len(links), len(self._fleet.views(role)))
+
+    def _missing(self) -> str:
+        decodes = {view.worker_id for view in self._fleet.views("decode")}
+        if not decodes:
+            return "no decode worker is ready"
+        if self._config.is_colocated:
+            return ""
+        prefills = self._fleet.views("prefill")
+        if not prefills:
+            return "no prefill worker is ready"
+        if not any(view.peers & decodes for view in prefills):
+            return "no prefill worker has passed the transfer self-test with a decode worker"
+        return ""

@@ -1,0 +1,189 @@
+"""The coordinator's end of the data plane: one authenticated, multiplexed connection per worker.
+
+    connecting ──► alive (Status every second) ──► lost ──► connecting … until the worker leaves the fleet
+
+When a link is lost, by EOF or by silence longer than `worker_timeout_s`, every request on it gets a WorkerLostError at
+once, so no request waits for a dead worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+
+from contracts.channel import Channel, connect
+from contracts.errors import BatonError, EngineError, ProtocolError, WorkerLostError, from_wire
+from contracts.messages import (
+    AskAudit,
+    AuditReply,
+    Cancel,
+    Ended,
+    HandedOff,
+    Hello,
+    Message,
+    Reserved,
+    Status,
+    Tokens,
+    WorkerInfo,
+)
+from contracts.request import Finished, Token
+
+logger = logging.getLogger("baton.coordinator")
+
+Event = Reserved | Token | HandedOff | Finished | BatonError
+MAX_BACKOFF_S = 1.0
+
+
+class WorkerLink:
+    """One worker as this coordinator sees it. `run` is its owner task; `on_change` fires on every state change."""
+
+    def __init__(
+        self, info: WorkerInfo, hello: Hello, secret: bytes, timeout_s: float, on_change: Callable[[], None]
+    ) -> None:
+        self.info = info
+        self.status: Status | None = None
+        self._hello = hello
+        self._secret = secret
+        self._timeout_s = timeout_s
+        self._on_change = on_change
+        self._channel: Channel | None = None
+        self._sinks: dict[str, Callable[[Event], None]] = {}
+        self._num_tokens: dict[str, int] = {}
+        self._audits: dict[int, asyncio.Future[AuditReply]] = {}
+        self._call_ids = itertools.count(1)
+        self.lost_since_s: float | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Connected, and heard of lately."""
+        return self._channel is not None and self.status is not None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.is_alive and self.status is not None and self.status.is_ready
+
+    @property
+    def num_requests(self) -> int:
+        """Requests this coordinator has here, counted from dispatch."""
+        return len(self._sinks)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens this coordinator has sent here and not seen the end of."""
+        return sum(self._num_tokens.values())
+
+    def send(self, message: Message) -> None:
+        """Raises WorkerLostError if the worker is not connected."""
+        if self._channel is None:
+            raise WorkerLostError(f"{self.info.worker_id} is not connected")
+        self._channel.send(message)
+
+    def open(self, request_id: str, sink: Callable[[Event], None], num_tokens: int) -> None:
+        """Events of `request_id` go to `sink` until `close`. `num_tokens` is the load it brings."""
+        self._sinks[request_id] = sink
+        self._num_tokens[request_id] = num_tokens
+
+    def close(self, request_id: str, cancel: bool) -> None:
+        """Forget the request; with `cancel`, the worker forgets it too."""
+        if self._sinks.pop(request_id, None) is None:
+            return
+        self._num_tokens.pop(request_id, None)
+        if cancel and self._channel is not None:
+            try:
+                self._channel.send(Cancel(request_id))
+            except WorkerLostError:
+                logger.debug("%s was lost before the cancel of %s", self.info.worker_id, request_id)
+        self._on_change()
+
+    async def audit(self, timeout_s: float) -> AuditReply:
+        """The worker's block audit now. Raises WorkerLostError if it does not answer in time."""
+        call_id = next(self._call_ids)
+        future: asyncio.Future[AuditReply] = asyncio.get_running_loop().create_future()
+        self._audits[call_id] = future
+        try:
+            self.send(AskAudit(call_id))
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError as error:
+            raise WorkerLostError(
+                f"{self.info.worker_id} did not answer an audit within {timeout_s} s"
+            ) from error
+        finally:
+            del self._audits[call_id]
+
+    async def run(self) -> None:
+        """Keep the connection up until cancelled."""
+        backoff_s = 0.05
+        try:
+            while True:
+                begun_s = time.monotonic()
+                try:
+                    await self._session()
+                except BatonError as error:
+                    logger.warning("%s: %s", self.info.worker_id, error.message)
+                if time.monotonic() - begun_s > 1.0:
+                    backoff_s = 0.05
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+        finally:
+            self._lose(WorkerLostError(f"{self.info.worker_id} left the fleet"))
+
+    async def _session(self) -> None:
+        channel = await connect(self.info.host, self.info.port, self._hello, self._secret, self._check)
+        self._channel = channel
+        try:
+            while True:
+                async with asyncio.timeout(self._timeout_s):
+                    message = await channel.receive()
+                self._take(message)
+        except TimeoutError:
+            raise WorkerLostError(f"no sign of life for {self._timeout_s} s") from None
+        finally:
+            channel.abort()
+            self._lose(WorkerLostError(f"connection to {self.info.worker_id} was lost"))
+
+    def _check(self, peer: Hello) -> None:
+        if peer.sender_id != self.info.worker_id or peer.incarnation != self.info.incarnation:
+            raise ProtocolError(
+                f"expected {self.info.worker_id} in its life {self.info.incarnation} "
+                f"but {peer.sender_id} answered in its life {peer.incarnation}"
+            )
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Tokens(items):
+                for item in items:
+                    self._give(item.request_id, item.token)
+            case Reserved(request_id) | HandedOff(request_id):
+                self._give(request_id, message)
+            case Ended(request_id, finished, error):
+                end = finished or (from_wire(error) if error else EngineError("ended without a reason"))
+                self._give(request_id, end)
+            case Status():
+                if message.incarnation == self.info.incarnation:
+                    self.status = message
+                    self._on_change()
+            case AuditReply(call_id):
+                future = self._audits.get(call_id)
+                if future is not None and not future.done():
+                    future.set_result(message)
+            case _:
+                raise ProtocolError(f"expected a worker's message but got {type(message).__name__}")
+
+    def _give(self, request_id: str, event: Event) -> None:
+        sink = self._sinks.get(request_id)
+        if sink is not None:
+            sink(event)
+
+    def _lose(self, error: WorkerLostError) -> None:
+        self._channel = None
+        self.status = None
+        for sink in list(self._sinks.values()):
+            sink(error)
+        for future in self._audits.values():
+            if not future.done():
+                future.set_exception(error)
+        self._on_change()

@@ -1,0 +1,60 @@
+"""Where a request goes. Pure: views in, a decision out; no clock, no I/O.
+
+Today's rule, to be deepened by predicted times: decode is the least busy worker that has room for the whole request,
+prefill the one with the fewest prompt tokens ahead that holds a tested connection to it; without such a pair, decode
+reads the prompt itself. Load is counted at dispatch and ties break at random, so a burst spreads.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from contracts.blocks import num_blocks_for
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One ready worker. `num_tokens`: prompt tokens dispatched to it and not finished; `peers`: tested kv connections."""
+
+    worker_id: str
+    num_requests: int
+    num_tokens: int
+    num_available_blocks: int
+    num_blocks: int
+    max_num_seqs: int
+    peers: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """`prefill_id` None: the decode worker reads the prompt itself."""
+
+    decode_id: str
+    prefill_id: str | None
+
+
+def place(
+    num_tokens: int,
+    block_size: int,
+    prefills: Sequence[WorkerView],
+    decodes: Sequence[WorkerView],
+    avoid: frozenset[str] = frozenset(),
+    rng: random.Random | None = None,
+) -> Placement | None:
+    """The pair for a request of `num_tokens` known tokens, or None: no decode worker has room now.
+
+    Workers in `avoid` (they failed this request) are taken only if there is nobody else.
+    """
+    draw = (rng or random).random
+    needed = num_blocks_for(num_tokens + 1, block_size)
+    room = [d for d in decodes if d.num_requests < d.max_num_seqs and d.num_available_blocks >= needed]
+    if not room:
+        return None
+    decode = min(room, key=lambda d: (d.worker_id in avoid, d.num_requests / d.max_num_seqs, draw()))
+    paired = [p for p in prefills if decode.worker_id in p.peers]
+    if not paired:
+        return Placement(decode.worker_id, None)
+    prefill = min(paired, key=lambda p: (p.worker_id in avoid, p.num_tokens, draw()))
+    return Placement(decode.worker_id, prefill.worker_id)

@@ -1,0 +1,356 @@
+"""One request's story on scripted workers: order, one end, nothing left behind, and going on after a loss."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from contracts.channel import Channel
+from contracts.config import BatonConfig, load_config
+from contracts.errors import DeadlineError, EngineError, OverloadedError, WireError, WorkerLostError
+from contracts.messages import Cancel, Ended, Message, Prefill, Reserve
+from contracts.request import Finished, GenerateRequest, SamplingParams, Token
+from contracts.ticket import is_genuine
+from coordinator.fleet import Fleet
+from coordinator.flow import Flow
+from tests.coordinator.fake_worker import SECRET, FakeWorker, finish, hand_off, next_token, send_tokens
+
+EOS = 2
+
+
+@dataclass
+class Recorder:
+    """Observer and Serve holds in one."""
+
+    retries: list[str] = field(default_factory=list)
+    routes: list[str] = field(default_factory=list)
+    held: dict[tuple[str, str], bool] = field(default_factory=dict)
+
+    def queued(self, seconds: float) -> None:
+        assert seconds >= 0
+
+    def placed(self, route: str) -> None:
+        self.routes.append(route)
+
+    def handed_off(self, num_bytes: int, exposed_s: float) -> None:
+        assert num_bytes > 0
+        assert exposed_s > 0
+
+    def retried(self, code: str) -> None:
+        self.retries.append(code)
+
+    def hold(self, role: str, replica_id: str, request_id: str):  # type: ignore[no-untyped-def]
+        self.held[(replica_id, request_id)] = True
+
+        def release() -> None:
+            self.held[(replica_id, request_id)] = False
+
+        return release
+
+
+@dataclass
+class Scene:
+    flow: Flow
+    fleet: Fleet
+    recorder: Recorder
+    workers: dict[str, FakeWorker]
+
+    def __getitem__(self, worker_id: str) -> FakeWorker:
+        return self.workers[worker_id]
+
+
+@contextlib.asynccontextmanager
+async def scene(*workers: FakeWorker, **overrides: object) -> AsyncIterator[Scene]:
+    config: BatonConfig = load_config(overrides={f"coordinator.{key}": value for key, value in overrides.items()})
+    fleet = Fleet(config, SECRET)
+    infos = [await worker.start() for worker in workers]
+    for role in ("prefill", "decode"):
+        fleet.sync(role, [info for info in infos if info.role == role])
+    recorder = Recorder()
+    flow = Flow(config, fleet, SECRET, recorder.hold, recorder, frozenset({EOS}))
+    try:
+        async with asyncio.timeout(5):
+            while len(fleet.views("prefill")) + len(fleet.views("decode")) < len(workers):
+                await fleet.changed(1.0)
+        yield Scene(flow, fleet, recorder, {worker.worker_id: worker for worker in workers})
+        assert flow.num_running == 0
+        assert flow.num_waiting == 0
+        assert not any(recorder.held.values()), "a Serve hold was left behind"
+        assert all(link.num_requests == 0 for link in fleet.links())
+    finally:
+        await fleet.close()
+        for worker in workers:
+            await worker.kill()
+
+
+def pair(**kwargs: int) -> tuple[FakeWorker, FakeWorker]:
+    return FakeWorker("prefill", "p1", peers=("d1", "d2")), FakeWorker("decode", "d1", **kwargs)
+
+
+def request(max_tokens: int = 4, prompt_len: int = 20) -> GenerateRequest:
+    return GenerateRequest("r", tuple(range(prompt_len)), SamplingParams(max_tokens=max_tokens))
+
+
+async def collect(scene: Scene, req: GenerateRequest, deadline_s: float | None = 5.0) -> list[Token | Finished]:
+    async with contextlib.aclosing(scene.flow.generate(req, deadline_s)) as events:
+        return [event async for event in events]
+
+
+def expected(count: int) -> list[Token]:
+    return [Token(i, next_token(i)) for i in range(count)]
+
+
+def is_prefill(message: Message) -> bool:
+    return isinstance(message, Prefill)
+
+
+def is_cancel(message: Message) -> bool:
+    return isinstance(message, Cancel)
+
+
+def run_remote(scene: Scene, first: int = 0, count: int = 4, end: bool = True) -> None:
+    """Prefill sends token `first` and hands off, decode the rest."""
+    prefill, decode = scene["p1"], scene["d1"]
+
+    def script(channel: Channel, command: Prefill) -> None:
+        request_id = command.request.request_id
+        send_tokens(channel, request_id, first)
+        hand_off(channel, request_id)
+        send_tokens(decode.channels[-1], request_id, *range(first + 1, count))
+        if end:
+            finish(decode.channels[-1], request_id)
+
+    prefill.on_prefill = script
+
+
+async def test_a_request_goes_through_prefill_and_decode_to_one_end() -> None:
+    async with scene(*pair()) as s:
+        run_remote(s)
+        assert await collect(s, request()) == [*expected(4), Finished("length")]
+        assert s.recorder.routes == ["remote"]
+        assert set(s.recorder.held) == {("p1", "r.1"), ("d1", "r.1")}
+
+
+async def test_blocks_are_reserved_before_prefill_hears_of_the_request() -> None:
+    async with scene(*pair()) as s:
+        run_remote(s)
+        await collect(s, request())
+        reserve = next(m for m in s["d1"].heard if isinstance(m, Reserve))
+        command = next(m for m in s["p1"].heard if isinstance(m, Prefill))
+        assert command.ticket is not None
+        assert is_genuine(command.ticket, SECRET)
+        assert command.ticket.handoff_id == reserve.handoff_id
+        assert (command.ticket.source_id, command.ticket.target_id) == ("p1", "d1")
+
+
+async def test_tokens_that_overtake_the_first_one_wait_for_it() -> None:
+    async with scene(*pair()) as s:
+
+        def script(channel: Channel, command: Prefill) -> None:
+            send_tokens(s["d1"].channels[-1], command.request.request_id, 2, 1)
+            finish_later = asyncio.get_running_loop()
+            finish_later.call_soon(send_tokens, channel, command.request.request_id, 0)
+            finish_later.call_soon(hand_off, channel, command.request.request_id)
+            finish_later.call_soon(send_tokens, s["d1"].channels[-1], command.request.request_id, 3)
+            finish_later.call_soon(finish, s["d1"].channels[-1], command.request.request_id)
+
+        s["p1"].on_prefill = script
+        events = await collect(s, request())
+        assert events == [*expected(4), Finished("length")]
+
+
+async def test_without_a_prefill_worker_decode_reads_the_prompt() -> None:
+    async with scene(FakeWorker("decode", "d1")) as s:
+
+        def script(channel: Channel, command: Prefill) -> None:
+            assert command.ticket is None
+            send_tokens(channel, command.request.request_id, 0, 1)
+            finish(channel, command.request.request_id, "stop")
+
+        s["d1"].on_prefill = script
+        assert await collect(s, request()) == [*expected(2), Finished("stop")]
+        assert s.recorder.routes == ["local"]
+
+
+async def test_a_request_that_ends_with_its_first_token_frees_the_reservation() -> None:
+    async with scene(*pair()) as s:
+
+        def script(channel: Channel, command: Prefill) -> None:
+            send_tokens(channel, command.request.request_id, 0)
+            finish(channel, command.request.request_id)
+
+        s["p1"].on_prefill = script
+        assert await collect(s, request(max_tokens=1)) == [*expected(1), Finished("length")]
+        await s["d1"].wait_for(is_cancel)
+        assert not any(isinstance(m, Cancel) for m in s["p1"].heard)
+
+
+async def test_leaving_cancels_on_both_workers() -> None:
+    async with scene(*pair()) as s:
+        s["p1"].on_prefill = lambda channel, command: send_tokens(channel, command.request.request_id, 0)
+        events = s.flow.generate(request(), 5.0)
+        assert await anext(events) == Token(0, next_token(0))
+        await events.aclose()
+        await asyncio.gather(s["p1"].wait_for(is_cancel), s["d1"].wait_for(is_cancel))
+
+
+async def test_leaving_before_the_first_token_cancels_on_both_workers() -> None:
+    async with scene(*pair()) as s:
+        task = asyncio.create_task(collect(s, request()))
+        await s["p1"].wait_for(is_prefill)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.gather(s["p1"].wait_for(is_cancel), s["d1"].wait_for(is_cancel))
+
+
+async def test_after_a_lost_decode_worker_the_stream_goes_on_from_the_tokens_sent() -> None:
+    p1, d1 = pair()
+    d2 = FakeWorker("decode", "d2", num_blocks=10)
+    async with scene(p1, d1, d2) as s:
+
+        def script(channel: Channel, command: Prefill) -> None:
+            request_id, known = command.request.request_id, len(command.request.output_ids)
+            assert command.ticket is not None
+            target = s[command.ticket.target_id]
+            send_tokens(channel, request_id, known)
+            hand_off(channel, request_id)
+            if known == 0:
+                send_tokens(target.channels[-1], request_id, 1)
+                s.recorder.retries.append(target.worker_id)
+                killers.append(asyncio.get_running_loop().create_task(kill_soon(target)))
+            else:
+                send_tokens(target.channels[-1], request_id, *range(known + 1, 6))
+                finish(target.channels[-1], request_id)
+
+        async def kill_soon(worker: FakeWorker) -> None:
+            await got_two.wait()
+            await worker.kill()
+
+        killers: list[asyncio.Task[None]] = []
+        got_two = asyncio.Event()
+        p1.on_prefill = script
+        events: list[Token | Finished] = []
+        async with contextlib.aclosing(s.flow.generate(request(max_tokens=6), 10.0)) as stream:
+            async for event in stream:
+                events.append(event)
+                if len(events) == 2:
+                    got_two.set()
+        await asyncio.gather(*killers)
+        assert events == [*expected(6), Finished("length")]
+        first, code = s.recorder.retries
+        assert code == "worker_lost"
+        second = next(m for w in (d1, d2) if w.worker_id != first for m in w.heard if isinstance(m, Reserve))
+        assert second.request.output_ids == (next_token(0), next_token(1))
+
+
+async def test_a_worker_lost_after_the_last_token_does_not_ask_for_more() -> None:
+    async with scene(*pair()) as s:
+        run_remote(s, count=3, end=False)
+        events = s.flow.generate(request(max_tokens=3), 5.0)
+        got = [await anext(events) for _ in range(3)]
+        await s["d1"].kill()
+        got += [event async for event in events]
+        assert got == [*expected(3), Finished("length")]
+
+
+async def test_a_prefill_worker_lost_after_the_handoff_changes_nothing() -> None:
+    async with scene(*pair()) as s:
+
+        def script(channel: Channel, command: Prefill) -> None:
+            request_id = command.request.request_id
+            send_tokens(channel, request_id, 0)
+            send_tokens(s["d1"].channels[-1], request_id, 1)
+            ids.append(request_id)
+
+        ids: list[str] = []
+        s["p1"].on_prefill = script
+        events = s.flow.generate(request(), 5.0)
+        got = [await anext(events) for _ in range(2)]
+        await s["p1"].kill()
+        send_tokens(s["d1"].channels[-1], ids[0], 2, 3)
+        finish(s["d1"].channels[-1], ids[0])
+        got += [event async for event in events]
+        assert got == [*expected(4), Finished("length")]
+        assert s.recorder.retries == []
+
+
+async def test_our_own_fault_is_not_tried_again() -> None:
+    async with scene(*pair()) as s:
+
+        def script(channel: Channel, command: Prefill) -> None:
+            channel.send(Ended(command.request.request_id, error=WireError("engine_error", "NaN in layer 3")))
+
+        s["p1"].on_prefill = script
+        with pytest.raises(EngineError):
+            await collect(s, request())
+        await s["d1"].wait_for(is_cancel)
+        assert sum(isinstance(m, Reserve) for m in s["d1"].heard) == 1
+
+
+async def test_attempts_are_bounded_and_the_last_error_is_the_end() -> None:
+    async with scene(*pair(), max_attempts=2) as s:
+
+        def script(channel: Channel, command: Prefill) -> None:
+            channel.send(Ended(command.request.request_id, error=WireError("handoff_failed", "checksum")))
+
+        s["p1"].on_prefill = script
+        with pytest.raises(Exception, match="checksum"):
+            await collect(s, request())
+        assert sum(isinstance(m, Reserve) for m in s["d1"].heard) == 2
+
+
+async def test_a_refused_reservation_waits_and_is_placed_when_room_appears() -> None:
+    async with scene(*pair()) as s:
+        run_remote(s)
+        s["d1"].on_reserve = s["d1"].refuse
+        task = asyncio.create_task(collect(s, request()))
+        await s["d1"].wait_for(lambda m: isinstance(m, Reserve))
+        s["d1"].on_reserve = s["d1"].grant
+        s["d1"].channels[-1].send(s["d1"].status())
+        assert (await task)[-1] == Finished("length")
+
+
+async def test_a_full_line_refuses_at_once_with_a_retry_time() -> None:
+    async with scene(*pair(), max_queue=1) as s:
+        s["d1"].on_reserve = s["d1"].refuse
+        waiting = asyncio.create_task(collect(s, request()))
+        await s["d1"].wait_for(lambda m: isinstance(m, Reserve))
+        async with asyncio.timeout(5):
+            while s.flow.num_waiting == 0:
+                await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="queue is full") as caught:
+            await collect(s, request())
+        assert caught.value.retry_after_s is not None
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_the_line_has_a_deadline() -> None:
+    async with scene(*pair(), queue_timeout_s=0.05) as s:
+        s["d1"].on_reserve = s["d1"].refuse
+        with pytest.raises(OverloadedError, match="no worker had room"):
+            await collect(s, request())
+
+
+async def test_a_silent_pair_is_given_up_at_the_request_deadline() -> None:
+    async with scene(*pair()) as s:
+        with pytest.raises(DeadlineError):
+            await collect(s, request(), deadline_s=0.05)
+        await asyncio.gather(s["p1"].wait_for(is_cancel), s["d1"].wait_for(is_cancel))
+
+
+async def test_a_stalled_stream_is_placed_again_then_given_up() -> None:
+    async with scene(*pair(), first_token_timeout_s=0.05, max_attempts=2) as s:
+        with pytest.raises(WorkerLostError, match="no token from"):
+            await collect(s, request())
+        assert s.recorder.retries == ["worker_lost"]
+
+
+async def test_a_silent_worker_is_lost_and_its_requests_are_told() -> None:
+    async with scene(*pair(), worker_timeout_s=0.1, max_attempts=1) as s:
+        with pytest.raises(WorkerLostError):
+            await collect(s, request())
