@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -34,8 +33,8 @@ from coordinator.placement import Placement, place
 
 logger = logging.getLogger("baton.coordinator")
 
-Hold = Callable[[Role, str, str], Callable[[], None]]
-"""(role, replica_id, request_id) -> release: keeps the request in Serve's books on that worker."""
+Hold = Callable[[Role, str, str], None]
+"""(role, replica_id, request_id): enter the request in Serve's books on that worker, which ends the entry itself."""
 
 
 class Observer(Protocol):
@@ -206,7 +205,7 @@ class Flow:
 
 
 class _Run:
-    """One attempt on one pair of workers. Owns both links' subscriptions and both Serve holds until `close`."""
+    """One attempt on one pair of workers. Owns both links' subscriptions until `close`."""
 
     def __init__(
         self,
@@ -229,7 +228,6 @@ class _Run:
         self._handoff_id = secrets_id() if prefill is not None else ""
         self._num_cached = 0
         self._open: dict[WorkerLink, bool] = {}
-        self._releases: list[Callable[[], None]] = []
         self._has_decode_spoken = False
 
     @property
@@ -261,7 +259,7 @@ class _Run:
         """Tell the prefilling worker to go. Raises WorkerLostError."""
         worker = self.prefill or self.decode
         for link in self._open:
-            self._releases.append(self._hold(link.info.role, link.info.replica_id, self.request.request_id))
+            self._hold(link.info.role, link.info.replica_id, self.request.request_id)
         if self.prefill is None:
             worker.send(Prefill(self.request))
             return
@@ -328,13 +326,10 @@ class _Run:
         return event if isinstance(event, Token) else None
 
     def close(self) -> None:
-        """End the request wherever it has not ended by itself, and leave Serve's books."""
+        """End the request wherever it has not ended by itself; the workers end its entries in Serve's books."""
         for link, is_open in self._open.items():
             link.close(self.request.request_id, cancel=is_open)
         self._open.clear()
-        for release in self._releases:
-            release()
-        self._releases.clear()
 
     def _subscribe(self, link: WorkerLink) -> None:
         def put(event: Event) -> None:

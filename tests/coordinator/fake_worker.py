@@ -41,7 +41,9 @@ def next_token(known: int) -> int:
 class FakeWorker:
     """`on_reserve` and `on_prefill` are the script; `heard` is every command in order."""
 
-    def __init__(self, role: Role, worker_id: str, num_blocks: int = 100, peers: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, role: Role, worker_id: str, num_blocks: int = 100, peers: tuple[str, ...] = ()
+    ) -> None:
         self.role = role
         self.worker_id = worker_id
         self.num_blocks = num_blocks
@@ -56,7 +58,19 @@ class FakeWorker:
     async def start(self) -> WorkerInfo:
         port = await self._server.start("127.0.0.1")
         return WorkerInfo(
-            self.worker_id, self.role, 1, 1, "127.0.0.1", port, 0, "fp", LAYOUT, self.num_blocks, 8, 512, self.worker_id
+            self.worker_id,
+            self.role,
+            1,
+            1,
+            "127.0.0.1",
+            port,
+            0,
+            "fp",
+            LAYOUT,
+            self.num_blocks,
+            8,
+            512,
+            self.worker_id,
         )
 
     async def kill(self) -> None:

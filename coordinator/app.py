@@ -1,0 +1,148 @@
+"""The composition root: the one place where ingress, pools, phases and policy meet.
+
+    serve run serve.yaml
+    serve run coordinator.app:build model=PATH config=FILE engine.block_size=32 …
+
+    Coordinator (ingress, HTTP) ──handles──► Prefill × n, Decode × m      Ray: placement, health, drain, discovery
+                └───────────────data plane─► every worker                tokens and commands, without Ray
+
+Every worker gets both phases injected, so a role is a label: a decode worker can read a prompt itself, and `prefill`
+and `decode` stay strangers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from ipaddress import ip_address
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.handle import DeploymentHandle
+
+from contracts.config import BatonConfig, EngineConfig, load_config
+from contracts.messages import Role
+from coordinator.cluster import ClusterBackend
+from coordinator.fleet import Fleet
+from coordinator.flow import Flow
+from coordinator.handles import ServePool, worker_options
+from coordinator.http import make_app
+from coordinator.metrics import Metrics
+from decode.server import DecodeServer
+from engine.embedded import resolve_model
+from engine.text.tokenizer import load_text
+from prefill.server import PrefillServer
+
+MAX_HTTP_REQUESTS = 100_000
+
+
+def build(args: Mapping[str, Any] | None = None) -> Any:
+    """The Serve application. `args`: `model`, `config` (a YAML file), or any dotted key of the configuration.
+
+    Raises ConfigError naming the key, what was expected and what came.
+    """
+    config = read_args(args or {})
+    secret = secrets.token_bytes(32)
+    decode = DecodeServer.options(**worker_options(config.decode)).bind(config, secret, make_phases)
+    prefill = None
+    if not config.is_colocated:
+        prefill = PrefillServer.options(**worker_options(config.prefill)).bind(config, secret, make_phases)
+    coordinator = Coordinator.options(
+        num_replicas=config.coordinator.num_replicas,
+        ray_actor_options={"num_cpus": config.coordinator.num_cpus},
+        graceful_shutdown_timeout_s=config.decode.drain_timeout_s,
+    )
+    return coordinator.bind(config, secret, decode, prefill)
+
+
+def read_args(args: Mapping[str, Any]) -> BatonConfig:
+    """`model` and `config` are short for `model.path` and the file that the rest is laid over."""
+    overrides = {key: value for key, value in args.items() if key not in ("config", "model")}
+    if args.get("model"):
+        overrides["model.path"] = args["model"]
+    return load_config(args.get("config"), overrides)
+
+
+def make_phases(pool: Any, config: EngineConfig, ends: Any, emit: Any) -> Any:
+    """A worker's two phases, wired to each other (`worker.phases.PhaseFactory`).
+
+    NOTE: imports here, not above: they bring torch, and neither the driver nor the coordinator wants it.
+    """
+    from decode.phase import DecodePhase
+    from prefill.phase import PrefillPhase
+    from worker.phases import Phases
+
+    decode = DecodePhase(pool, config, ends, emit, recompute=lambda seq: prefill.recompute(seq))
+    prefill = PrefillPhase(pool, config, ends, emit, adopt=decode.adopt)
+    return Phases(prefill, decode)
+
+
+@serve.deployment(max_ongoing_requests=MAX_HTTP_REQUESTS, health_check_period_s=1.0)
+@serve.ingress()
+class Coordinator:
+    """One ingress replica: HTTP in front, the fleet behind."""
+
+    def __init__(
+        self,
+        config: BatonConfig,
+        secret: bytes,
+        decode: DeploymentHandle[Any],
+        prefill: DeploymentHandle[Any] | None,
+    ) -> None:
+        self._config = config
+        self._secret = secret
+        self._handles: dict[Role, DeploymentHandle[Any]] = {"decode": decode}
+        if prefill is not None:
+            self._handles["prefill"] = prefill
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Called by Serve in the replica, after the constructor."""
+        config = self._config
+        text = load_text(resolve_model(config.model.path))
+        metrics = Metrics()
+        fleet = Fleet(config, self._secret)
+        pools: dict[Role, ServePool] = {
+            role: ServePool(
+                role, handle, partial(fleet.sync, role), hold_timeout_s=config.coordinator.request_timeout_s
+            )
+            for role, handle in self._handles.items()
+        }
+
+        def hold(role: Role, replica_id: str, request_id: str) -> None:
+            pools[role].hold(replica_id, request_id)
+
+        flow = Flow(config, fleet, self._secret, hold, metrics, text.eos_ids)
+        app = make_app(config, text, ClusterBackend(config, fleet, flow), metrics, _sees_clients())
+        app.router.lifespan_context = partial(_lifespan, fleet, list(pools.values()))
+        return app
+
+
+@asynccontextmanager
+async def _lifespan(fleet: Fleet, pools: list[ServePool], _app: FastAPI) -> AsyncIterator[None]:
+    """Follow the pools for as long as the replica lives."""
+    for pool in pools:
+        await pool.start()
+    yield
+    await asyncio.gather(*(pool.close() for pool in pools))
+    await fleet.close()
+
+
+def _sees_clients() -> bool:
+    """Whether a loopback peer really is a client on this machine.
+
+    Behind Serve's HAProxy every client looks like loopback (measured with Ray 2.60), so there only a proxy that
+    itself listens on loopback can be believed.
+    """
+    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
+        return True
+    client = _get_global_client()
+    try:
+        return client is not None and ip_address(str(client.http_config.host)).is_loopback
+    except ValueError:
+        return str(client.http_config.host) == "localhost"

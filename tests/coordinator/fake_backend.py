@@ -1,0 +1,120 @@
+"""A backend that answers from a script: exact, instant, and every wait in it is an event that the test
+holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+from contracts.blocks import BlockAudit
+from contracts.errors import ContextLengthError, DeadlineError
+from contracts.messages import BlockOwner, PeerStatus, Status
+from contracts.request import Finished, GenerateRequest, Token
+from coordinator.backend import Capacity, PoolReadiness, Readiness, WorkerAudit, WorkerStatus
+
+Step = int | Token | Finished | BaseException | asyncio.Event
+Script = Callable[[GenerateRequest], Sequence[Step]]
+
+EOS = 257  # of tests.engine.text.builders.make_text
+
+
+def reply(text: str | bytes, *more: Step) -> Script:
+    """The bytes of `text`, one token each, then EOS."""
+    data = text.encode() if isinstance(text, str) else text
+    return lambda request: [*data, *more, EOS]
+
+
+class FakeBackend:
+    """Draws a script's tokens within the request's limits.
+
+    `ended` has each request that was started, once it is over.
+    """
+
+    def __init__(
+        self, script: Script | None = None, max_total_tokens: int = 4096, num_cached: int = 0
+    ) -> None:
+        self.script = script or reply("Hello!")
+        self.limit = max_total_tokens
+        self.num_cached = num_cached
+        self.requests: list[GenerateRequest] = []
+        self.running: set[str] = set()
+        self.ended: list[str] = []
+        self.started = asyncio.Event()
+        self.idle = asyncio.Event()
+        self.is_ready = True
+
+    async def generate(
+        self, request: GenerateRequest, deadline_s: float | None
+    ) -> AsyncGenerator[Token | Finished, None]:
+        assert request.request_id not in self.running, "ids must be unique"
+        self.requests.append(request)
+        self.running.add(request.request_id)
+        self.idle.clear()
+        self.started.set()
+        try:
+            if request.max_total_tokens > self.limit:
+                raise ContextLengthError(f"expected {self.limit} tokens but got {request.max_total_tokens}")
+            async for item in self._play(request, deadline_s):
+                yield item
+        finally:
+            self.running.remove(request.request_id)
+            self.ended.append(request.request_id)
+            if not self.running:
+                self.idle.set()
+
+    async def _play(
+        self, request: GenerateRequest, deadline_s: float | None
+    ) -> AsyncGenerator[Token | Finished, None]:
+        sampling, index = request.sampling, len(request.output_ids)
+        if deadline_s is not None and deadline_s <= 0:
+            raise DeadlineError("no time")
+        for step in self.script(request):
+            if isinstance(step, asyncio.Event):
+                try:
+                    async with asyncio.timeout(deadline_s):
+                        await step.wait()
+                except TimeoutError as error:
+                    raise DeadlineError("late") from error
+                continue
+            if isinstance(step, BaseException):
+                raise step
+            if isinstance(step, Finished):
+                yield step
+                return
+            token = step if isinstance(step, Token) else self._token(index, step, request)
+            index += 1
+            yield token
+            is_eos = token.token_id == EOS and not sampling.ignore_eos
+            if (is_eos or token.token_id in sampling.stop_token_ids) and index > sampling.min_tokens:
+                yield Finished("stop", self.num_cached, token.token_id)
+                return
+            if index == sampling.max_tokens:
+                yield Finished("length", self.num_cached)
+                return
+        yield Finished("length", self.num_cached)
+
+    @staticmethod
+    def _token(index: int, token_id: int, request: GenerateRequest) -> Token:
+        count = request.sampling.num_logprobs
+        if count is None:
+            return Token(index, token_id)
+        top = [(token_id, -0.5), (65, -1.0), (66, float("-inf"))][:count]
+        return Token(index, token_id, -0.5, tuple(top))
+
+    def readiness(self) -> Readiness:
+        audit = BlockAudit(total=8, free=6, cached=1, running=1, reserved=0, in_handoff=0, quarantined=0)
+        peers = (PeerStatus("decode-0", True, "tcp", 1.5),)
+        counters = {"baton_worker_steps_total": 7.0, "unknown_of_a_newer_worker": 1.0}
+        status = Status("prefill-0", 1, True, 0.1, 1, 2, audit, peers, counters)
+        pools = (PoolReadiness("prefill", 1, 1), PoolReadiness("decode", 1, int(self.is_ready)))
+        reason = "" if self.is_ready else "no decode worker"
+        return Readiness(self.is_ready, reason, pools, (WorkerStatus("prefill", status),))
+
+    def capacity(self) -> Capacity:
+        return Capacity(self.limit)
+
+    async def audit(self) -> list[WorkerAudit]:
+        audit = BlockAudit(total=8, free=6, cached=1, running=1, reserved=0, in_handoff=0, quarantined=0)
+        owners = (BlockOwner("r", "running", 1, 0.5),)
+        return [WorkerAudit("prefill-0", "prefill", 42, 3, audit, owners)]

@@ -1,0 +1,328 @@
+"""Every request of one worker, from the first command to the one terminal event.
+
+    decode side    Reserve ──► RESERVED ──(KV of a peer arrives)──► RUNNING ──► Ended
+                                  │└──(Prefill without ticket)──► PREFILLING ──► RUNNING
+                                  └──(lease over, handoff failed)──► Ended(error)
+    prefill side   Prefill ──► PREFILLING ──► HandedOff | Ended
+    any            Cancel, or the coordinator's connection ends: forgotten, blocks freed, no event any more
+
+An entry owns what its request holds here: blocks, the incoming or outgoing handoff, the lease timer. All methods run
+on the event loop; what belongs to the engine thread goes there by `StepLoop.submit`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvtransfer.endpoint import KvEndpoint
+from kvtransfer.incoming import Incoming
+from kvtransfer.outgoing import OutgoingResult
+
+from contracts.blocks import prompt_hash
+from contracts.errors import (
+    BatonError,
+    HandoffError,
+    LeaseExpiredError,
+    OverloadedError,
+    RequestError,
+    to_wire,
+)
+from contracts.messages import (
+    Ended,
+    HandedOff,
+    HandoffState,
+    Message,
+    Prefill,
+    Reserve,
+    Reserved,
+    TokenItem,
+    Tokens,
+)
+from contracts.request import GenerateRequest
+from engine.blocks import BlockPool, Hold, HoldState
+from engine.loop import EndEvent, Event, StepLoop, TokenEvent
+from engine.sequence import Sequence
+from worker.phases import Phases
+from worker.sink import HandoffSink
+
+NUM_TOMBSTONES = 4096
+
+
+class Reply(Protocol):
+    """Where a request's events go: its coordinator's connection."""
+
+    def send(self, message: Message) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    request: GenerateRequest
+    reply: Reply
+    hold: Hold | None = None  # decode side, until the engine owns it
+    incoming: Incoming | None = None
+    sink: HandoffSink | None = None
+    lease: asyncio.TimerHandle | None = None
+    is_in_engine: bool = False
+    created_s: float = field(default_factory=time.monotonic)
+
+
+class Desk:
+    """Commands in, events out. `refuse_new` is set while draining."""
+
+    def __init__(self, loop: StepLoop, phases: Phases, pool: BlockPool, kv: KvEndpoint) -> None:
+        self._engine = loop
+        self._phases = phases
+        self._pool = pool
+        self._kv = kv
+        self._entries: dict[str, _Entry] = {}
+        self._holders: defaultdict[str, list[asyncio.Future[None]]] = defaultdict(list)
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self.refuse_new: str | None = None
+        self.num_lease_expiries = 0
+        self.num_handoffs = 0
+        self.num_handoff_bytes = 0
+        self.num_handoff_failures = 0
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._entries)
+
+    # --- commands ---------------------------------------------------------------------------------------------------
+
+    def reserve(self, command: Reserve, reply: Reply) -> None:
+        """Grant blocks for the whole prompt and the next token, or answer with the error at once."""
+        request = command.request
+        try:
+            hold = self._grant(request)
+        except BatonError as error:
+            reply.send(Ended(request.request_id, error=to_wire(error)))
+            return
+        entry = self._entries[request.request_id] = _Entry(request, reply, hold=hold)
+        loop = asyncio.get_running_loop()
+        entry.lease = loop.call_later(command.lease_s, self._expire, request.request_id, command.lease_s)
+        if command.handoff_id:
+            entry.incoming = self._kv.expect(
+                command.handoff_id,
+                request.request_id,
+                prompt_hash(request.prompt_ids + request.output_ids, request.salt),
+                request.num_known_tokens,
+                hold.num_cached_tokens,
+                hold.block_ids,
+                on_start=lambda: self._pool.move(hold, HoldState.IN_HANDOFF),
+                on_done=lambda result: self._arrived(request.request_id, result),
+            )
+        reply.send(Reserved(request.request_id, hold.num_cached_tokens))
+
+    def prefill(self, command: Prefill, reply: Reply) -> None:
+        """Start to compute: into the request's own reservation, or for the ticket's target."""
+        request = command.request
+        entry = self._entries.get(request.request_id)
+        if command.ticket is None:
+            self._prefill_here(request, entry, reply)
+            return
+        if entry is not None or self.refuse_new:
+            error = OverloadedError(self.refuse_new or f"request {request.request_id} is here already")
+            reply.send(Ended(request.request_id, error=to_wire(error)))
+            return
+        seq = Sequence(request)
+        entry = _Entry(request, reply, is_in_engine=True)
+        entry.sink = HandoffSink(
+            self._kv,
+            command.ticket,
+            command.skip_tokens,
+            lambda: seq.block_ids,
+            lambda result: self._handed_off(entry, seq, result),
+        )
+        self._entries[request.request_id] = entry
+        sink = entry.sink
+        self._engine.submit(lambda: self._phases.prefill.add(seq, sink, None))
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request in any state; its blocks are free as soon as nothing can touch them."""
+        entry = self._forget(request_id)
+        if entry is None:
+            return
+        if entry.incoming is not None:
+            entry.incoming.cancel(None)
+        if entry.hold is not None and not entry.is_in_engine:
+            self._pool.release(entry.hold)
+        elif entry.sink is not None:
+            self._cancel_outgoing(request_id, entry.sink)
+        elif entry.is_in_engine:
+            self._engine.submit(lambda: self._cancel_in_engine(request_id))
+
+    def drop(self, reply: Reply) -> None:
+        """The coordinator behind `reply` is gone: so are its requests."""
+        for request_id in [rid for rid, entry in self._entries.items() if entry.reply is reply]:
+            self.cancel(request_id)
+
+    def end_all(self, error: BatonError) -> None:
+        """Give every request its terminal event. For a worker that stops."""
+        for request_id, entry in list(self._entries.items()):
+            entry.reply.send(Ended(request_id, error=to_wire(error)))
+            self.cancel(request_id)
+
+    async def hold(self, request_id: str, timeout_s: float) -> None:
+        """Returns when the request has ended here (or never shows up within `timeout_s`)."""
+        if request_id in self._ended:
+            return
+        future = asyncio.get_running_loop().create_future()
+        self._holders[request_id].append(future)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await future
+        except TimeoutError:
+            return
+        finally:
+            holders = self._holders.get(request_id)
+            if holders is not None and future in holders:
+                holders.remove(future)
+                if not holders:
+                    del self._holders[request_id]
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def deliver(self, events: SequenceOf[Event]) -> None:
+        """Events of one engine step: one Tokens frame per coordinator, then the ends."""
+        batches: defaultdict[int, list[TokenItem]] = defaultdict(list)
+        replies: dict[int, Reply] = {}
+        ends: list[EndEvent] = []
+        for event in events:
+            entry = self._entries.get(event.request_id)
+            if entry is None:
+                continue  # cancelled while the step ran
+            if isinstance(event, TokenEvent):
+                replies[id(entry.reply)] = entry.reply
+                batches[id(entry.reply)].append(TokenItem(event.request_id, event.token))
+            else:
+                ends.append(event)
+        for key, items in batches.items():
+            _try_send(replies[key], Tokens(tuple(items)))
+        for end in ends:
+            self._finish(end)
+
+    def _finish(self, end: EndEvent) -> None:
+        entry = self._entries.get(end.request_id)
+        if entry is None:
+            return
+        self._forget(end.request_id)
+        error = to_wire(end.error) if end.error is not None else None
+        _try_send(entry.reply, Ended(end.request_id, finished=end.finished, error=error))
+
+    def _arrived(self, request_id: str, result: HandoffState | BatonError) -> None:
+        entry = self._entries.get(request_id)
+        if entry is None or entry.hold is None:
+            return
+        if isinstance(result, BatonError):
+            self.num_handoff_failures += 1
+            self._end_reserved(request_id, result)
+            return
+        hold = entry.hold
+        self._enter_engine(entry)
+        seq = Sequence(entry.request, hold=hold)
+        seq.take_over(result.first_token, num_cached_tokens=result.num_cached_tokens)
+        self._engine.submit(lambda: self._phases.decode.adopt(seq))
+
+    def _handed_off(self, entry: _Entry, seq: Sequence, result: OutgoingResult) -> None:
+        request_id = entry.request.request_id
+        error = result.error
+        self._engine.submit(lambda: self._phases.prefill.handed_off(request_id, error))
+        self.num_handoff_bytes += result.num_bytes
+        if self._entries.get(request_id) is not entry:
+            return  # ended or cancelled before; only the blocks had to wait
+        self._forget(request_id)
+        if error is None:
+            self.num_handoffs += 1
+            done = HandedOff(request_id, result.num_bytes, result.exposed_s, seq.num_cached_tokens)
+            _try_send(entry.reply, done)
+        else:
+            self.num_handoff_failures += 1
+            _try_send(entry.reply, Ended(request_id, error=to_wire(error)))
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _grant(self, request: GenerateRequest) -> Hold:
+        if self.refuse_new:
+            raise OverloadedError(self.refuse_new, retry_after_s=1.0)
+        if request.request_id in self._entries:
+            raise RequestError(f"request {request.request_id} is here already")
+        hold = self._phases.decode.reserve(request, HoldState.RESERVED)
+        if hold is None:
+            available = self._pool.audit().num_available
+            raise OverloadedError(
+                f"no room for {request.num_known_tokens} tokens: {available} blocks are free",
+                retry_after_s=1.0,
+            )
+        return hold
+
+    def _prefill_here(self, request: GenerateRequest, entry: _Entry | None, reply: Reply) -> None:
+        if entry is None or entry.hold is None or entry.is_in_engine:
+            error = HandoffError(f"request {request.request_id} has no reservation here")
+            reply.send(Ended(request.request_id, error=to_wire(error)))
+            return
+        hold = entry.hold
+        self._enter_engine(entry)
+        seq = Sequence(entry.request, hold=hold)
+        self._engine.submit(lambda: self._phases.prefill.add(seq, None, hold))
+
+    def _enter_engine(self, entry: _Entry) -> None:
+        """From here on the engine thread owns the blocks and the lease is over."""
+        if entry.lease is not None:
+            entry.lease.cancel()
+        if entry.hold is not None:
+            self._pool.move(entry.hold, HoldState.RUNNING)
+        entry.hold = None
+        entry.is_in_engine = True
+
+    def _expire(self, request_id: str, lease_s: float) -> None:
+        self.num_lease_expiries += 1
+        self._end_reserved(
+            request_id, LeaseExpiredError(f"KV did not arrive within the lease of {lease_s} s")
+        )
+
+    def _end_reserved(self, request_id: str, error: BatonError) -> None:
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            self.cancel(request_id)
+            _try_send(entry.reply, Ended(request_id, error=to_wire(error)))
+
+    def _cancel_outgoing(self, request_id: str, sink: HandoffSink) -> None:
+        """NOTE: the blocks may be read until the sink is done; its on_done then releases them (`handed_off`)."""
+        self._engine.submit(lambda: self._abort_in_engine(request_id, sink))
+
+    def _abort_in_engine(self, request_id: str, sink: HandoffSink) -> None:
+        self._phases.prefill.cancel(request_id)
+        sink.abort(None)
+
+    def _cancel_in_engine(self, request_id: str) -> None:
+        hold = self._phases.prefill.cancel(request_id)
+        if hold is not None:
+            self._pool.release(hold)
+        self._phases.decode.cancel(request_id)
+
+    def _forget(self, request_id: str) -> _Entry | None:
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            return None
+        if entry.lease is not None:
+            entry.lease.cancel()
+        self._ended[request_id] = None
+        if len(self._ended) > NUM_TOMBSTONES:
+            self._ended.popitem(last=False)
+        for future in self._holders.pop(request_id, []):
+            if not future.done():
+                future.set_result(None)
+        return entry
+
+
+def _try_send(reply: Reply, message: Message) -> None:
+    """A coordinator that is gone needs no event: its requests are dropped when its channel ends."""
+    try:
+        reply.send(message)
+    except BatonError:
+        return

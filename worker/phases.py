@@ -1,0 +1,81 @@
+"""What the chassis needs of the two phases, which `prefill` and `decode` implement and the composition root injects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from contracts.config import EngineConfig
+from contracts.errors import BatonError
+from contracts.messages import HandoffState
+from contracts.request import GenerateRequest
+from engine.blocks import BlockPool, Hold, HoldState
+from engine.loop import Emit, Phase
+from engine.sequence import EndRules, Sequence
+
+
+class KvSink(Protocol):
+    """Where a prefill publishes its KV. Non-blocking, callable from the engine thread."""
+
+    def ready(self, num_tokens: int) -> None:
+        """KV of tokens [0, num_tokens) is computed and may be read until the handoff is done."""
+
+    def finish(self, state: HandoffState) -> None:
+        """Nothing more comes; pass `state` on."""
+
+    def abort(self, error: BatonError | None) -> None:
+        """No handoff: None because none is needed, else because of `error`."""
+
+
+class Prefiller(Phase, Protocol):
+    """prefill.phase.PrefillPhase. All methods on the engine thread."""
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    def add(self, seq: Sequence, sink: KvSink | None, hold: Hold | None) -> None:
+        """Compute `seq`'s missing tokens: into `hold` (local), or into blocks of its own that go to `sink`."""
+
+    def cancel(self, request_id: str) -> Hold | None:
+        """Forget the request. Returns the hold that the caller must release once the sink no longer reads it."""
+
+    def handed_off(self, request_id: str, error: BatonError | None) -> None:
+        """The sink no longer reads the blocks: release them."""
+
+
+class Decoder(Phase, Protocol):
+    """decode.phase.DecodePhase. `reserve` from any thread, the rest on the engine thread."""
+
+    num_preemptions: int
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    def reserve(self, request: GenerateRequest, state: HoldState) -> Hold | None:
+        """Blocks for all known tokens and the next one, or None: no room now."""
+
+    def adopt(self, seq: Sequence) -> None:
+        """Go on from KV that is all there; the first token is drawn and sent already."""
+
+    def cancel(self, request_id: str) -> None:
+        """Forget the request and release its blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Both phases of one worker, wired to each other."""
+
+    prefill: Prefiller
+    decode: Decoder
+
+
+class PhaseFactory(Protocol):
+    """How the composition root tells a worker which phases to run. Picklable by reference."""
+
+    def __call__(self, pool: BlockPool, config: EngineConfig, ends: EndRules, emit: Emit) -> Phases: ...

@@ -1,0 +1,58 @@
+"""A `Worker` with the methods that Serve calls on a replica. Knows no Ray: `prefill.server` and `decode.server` do."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import sys
+from typing import TYPE_CHECKING, ClassVar
+
+from contracts.config import BatonConfig
+from contracts.messages import Role, WorkerInfo
+from engine.embedded import resolve_model
+
+if TYPE_CHECKING:
+    from worker.phases import PhaseFactory
+
+
+class ServedWorker:
+    """Base of both pools' deployments. The constructor returns when the worker can serve."""
+
+    role: ClassVar[Role]
+
+    async def __init__(self, config: BatonConfig, secret: bytes, phases: PhaseFactory) -> None:  # type: ignore[misc]
+        # NOTE: imported here, in the worker's own process: whoever describes the graph needs no torch.
+        from worker.worker import Worker
+
+        _log_to_stderr()
+        worker_id = f"{self.role}-{secrets.token_hex(3)}"
+        self._worker = Worker(self.role, worker_id, config, secret, phases)
+        path = await asyncio.to_thread(resolve_model, config.model.path)
+        await self._worker.start(path, config.transfer.host or "")
+
+    async def describe(self) -> WorkerInfo:
+        """Who this worker is and where it listens."""
+        return self._worker.info
+
+    async def hold(self, request_id: str) -> None:
+        """Returns when the request has ended here."""
+        await self._worker.hold(request_id)
+
+    async def check_health(self) -> None:
+        """Serve replaces the replica when this raises, or does not answer in time."""
+        self._worker.check_health()
+
+    async def __del__(self) -> None:
+        """Serve calls this after the drain."""
+        await self._worker.close()
+
+
+def _log_to_stderr() -> None:
+    logger = logging.getLogger("baton")
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False

@@ -1,0 +1,310 @@
+"""One life of a worker: load, warm up, listen, serve, drain, stop.
+
+    load ──► warm-up step ──► kv endpoint + command port ──► ready (Status every second) ──► drain ──► close
+             (each stage is logged with its seconds)
+
+The engine thread steps; the event loop does everything else and never waits for a step. Readiness is judged from what
+was proved: a step ran at warm-up, the engine thread gave a sign of life lately, and (on a prefill worker that has
+peers) the transfer self-test passed with at least one of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+
+import torch
+from engine.model import Model
+from engine.runner import Runner
+from kvtransfer.endpoint import KvEndpoint
+
+from contracts.channel import Channel, ChannelServer
+from contracts.config import BatonConfig
+from contracts.errors import ConfigError, EngineError, OverloadedError, ProtocolError, WorkerLostError
+from contracts.messages import (
+    AskAudit,
+    AuditReply,
+    Cancel,
+    Hello,
+    Message,
+    Peers,
+    Prefill,
+    Reserve,
+    Role,
+    Status,
+    WorkerInfo,
+)
+from engine.blocks import BlockPool
+from engine.kv import KvSlab, num_blocks_for
+from engine.loop import Event, StepLoop
+from engine.sampler import Sampler
+from engine.sequence import EndRules
+from engine.weights import LoadedModel, load_model, resolve_dtype
+from worker.desk import Desk
+from worker.phases import PhaseFactory, Phases
+
+logger = logging.getLogger("baton.worker")
+
+STATUS_PERIOD_S = 1.0
+CPU_KV_BYTES = 1 << 30
+GPU_KV_SHARE = 0.85
+
+
+class Worker:
+    """A worker process's one object. `start` before anything else, `close` last."""
+
+    def __init__(
+        self, role: Role, worker_id: str, config: BatonConfig, secret: bytes, phases: PhaseFactory
+    ) -> None:
+        self._role = role
+        self._worker_id = worker_id
+        self._config = config
+        self._secret = secret
+        self._make_phases = phases
+        self._incarnation = time.time_ns()
+        self._channels: set[Channel] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._info: WorkerInfo | None = None
+        self._is_draining = False
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Who this worker is. Raises ConfigError before `start` is through."""
+        if self._info is None:
+            raise ConfigError(f"worker {self._worker_id} has not started")
+        return self._info
+
+    async def start(self, model_path: Path, host: str = "") -> WorkerInfo:
+        """Load and listen. `host` is the address that peers and coordinators can reach; empty: found out.
+
+        Raises ConfigError if the model or the configuration does not fit.
+        """
+        begun_s = time.monotonic()
+        self._event_loop = asyncio.get_running_loop()
+        model = await asyncio.to_thread(self._load, model_path)
+        loaded_s = time.monotonic()
+        await asyncio.to_thread(self._runner.warm_up)
+        warm_s = time.monotonic()
+        logger.info(
+            "%s: %s loaded in %.1f s, warm in %.1f s, %d KV blocks",
+            self._worker_id, model_path.name, loaded_s - begun_s, warm_s - loaded_s, self._pool.num_blocks,
+        )  # fmt: skip
+        host = host or _own_address()
+        layout = self._slab.layout
+        self._kv = KvEndpoint(
+            (self._worker_id, self._incarnation),
+            model.fingerprint,
+            layout,
+            self._slab.data,
+            self._config.transfer,
+            self._secret,
+        )
+        kv_port = await self._kv.start(host)
+        self._desk = Desk(self._engine, self._phases, self._pool, self._kv)
+        self._kv.on_peers_changed = self._publish_status
+        self._server = ChannelServer(self._hello, self._secret, self._serve)
+        port = await self._server.start(host)
+        self._engine.start()
+        self._spawn(self._beat())
+        self._info = WorkerInfo(
+            self._worker_id,
+            self._role,
+            os.getpid(),
+            self._incarnation,
+            host,
+            port,
+            kv_port,
+            model.fingerprint,
+            layout,
+            self._pool.num_blocks,
+            self._config.engine.max_num_seqs,
+            self._max_model_len(model),
+        )
+        return self._info
+
+    def check_health(self) -> None:
+        """Raises EngineError if the engine thread is dead or stuck in a step."""
+        age_s = self._engine.step_age_s
+        if age_s > self._config.engine.stall_timeout_s:
+            raise EngineError(f"{self._worker_id}: no sign of life from the engine for {age_s:.1f} s")
+
+    async def hold(self, request_id: str) -> None:
+        """Returns when the request has ended here; Serve counts the call and drains by it."""
+        await self._desk.hold(request_id, self._config.coordinator.request_timeout_s)
+
+    async def drain(self) -> None:
+        """Take nothing new; running requests go on (Serve waits for their holds)."""
+        self._is_draining = True
+        self._desk.refuse_new = f"{self._worker_id} is draining"
+        self._publish_status()
+
+    async def close(self) -> None:
+        """End every request with a retryable error, then everything else."""
+        self._desk.end_all(OverloadedError(f"{self._worker_id} is shutting down"))
+        await asyncio.sleep(0)  # the terminal events leave before the connections do
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(channel.close() for channel in list(self._channels)))
+        await self._server.close()
+        await self._kv.close()
+        await asyncio.to_thread(self._engine.stop, self._config.engine.stall_timeout_s)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- set-up -----------------------------------------------------------------------------------------------------
+
+    def _load(self, path: Path) -> LoadedModel:
+        engine = self._config.engine
+        torch.set_num_threads(engine.compute_threads)
+        device = _device(engine.device)
+        dtype = resolve_dtype(self._config.model.dtype, device)
+        model = load_model(path, dtype, _progress(self._worker_id))
+        num_blocks = engine.num_blocks or num_blocks_for(
+            engine.kv_cache_bytes or _default_kv_bytes(device), model.spec, engine.block_size, dtype
+        )
+        if num_blocks < 2:
+            raise ConfigError(
+                f"engine.kv_cache_bytes: expected room for at least 2 blocks but it holds {num_blocks}"
+            )
+        self._slab = KvSlab.allocate(model.spec, num_blocks, engine.block_size, dtype, device)
+        self._pool = BlockPool(num_blocks, engine.block_size)
+        self._runner = Runner(Model(model), self._slab, engine.compute_threads)
+        ends = EndRules(model.spec.eos_token_ids, self._max_model_len(model))
+        self._phases: Phases = self._make_phases(self._pool, engine, ends, self._emit)
+        sampler = Sampler(model.spec.eos_token_ids)
+        self._engine = StepLoop(
+            self._runner, sampler, (self._phases.decode, self._phases.prefill), self._emit
+        )
+        return model
+
+    def _max_model_len(self, model: LoadedModel) -> int:
+        wanted = self._config.model.max_len
+        trained: int = model.spec.max_position
+        return min(wanted, trained) if wanted else trained
+
+    # --- commands and events ----------------------------------------------------------------------------------------
+
+    def _emit(self, events: Sequence[Event]) -> None:
+        """On the engine thread, once per step."""
+        self._event_loop.call_soon_threadsafe(self._desk.deliver, events)
+
+    def _hello(self) -> Hello:
+        return Hello(self._worker_id, self._incarnation, "commands", b"")
+
+    async def _serve(self, channel: Channel, _hello: Hello) -> None:
+        self._channels.add(channel)
+        try:
+            channel.send(self._status())
+            while True:
+                self._handle(await channel.receive(), channel)
+        finally:
+            self._channels.discard(channel)
+            self._desk.drop(channel)
+
+    def _handle(self, message: Message, channel: Channel) -> None:
+        match message:
+            case Reserve():
+                self._desk.reserve(message, channel)
+            case Prefill():
+                self._desk.prefill(message, channel)
+            case Cancel(request_id):
+                self._desk.cancel(request_id)
+            case Peers(workers):
+                self._kv.set_peers(workers)
+            case AskAudit(call_id):
+                channel.send(AuditReply(call_id, self._pool.audit(), self._pool.owners()))
+            case _:
+                raise ProtocolError(f"expected a coordinator's command but got {type(message).__name__}")
+
+    # --- status -----------------------------------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        while True:
+            self._publish_status()
+            await asyncio.sleep(STATUS_PERIOD_S)
+
+    def _publish_status(self) -> None:
+        status = self._status()
+        for channel in list(self._channels):
+            with contextlib.suppress(WorkerLostError):
+                channel.send(status)
+
+    def _status(self) -> Status:
+        age_s = self._engine.step_age_s
+        return Status(
+            self._worker_id,
+            self._incarnation,
+            is_ready=not self._is_draining and age_s < self._config.engine.stall_timeout_s,
+            step_age_s=age_s,
+            num_running=self._phases.decode.num_running + self._phases.prefill.num_running,
+            num_waiting=self._phases.decode.num_waiting + self._phases.prefill.num_waiting,
+            audit=self._pool.audit(),
+            peers=self._kv.peer_statuses(),
+            counters=self._counters(),
+        )
+
+    def _counters(self) -> dict[str, float]:
+        loop = self._engine.counters()
+        return {
+            "baton_worker_steps_total": loop.num_steps,
+            "baton_worker_busy_seconds_total": loop.step_s,
+            "baton_worker_prefill_tokens_total": loop.num_tokens["prefill"],
+            "baton_worker_decode_tokens_total": loop.num_tokens["decode"],
+            "baton_worker_preemptions_total": self._phases.decode.num_preemptions,
+            "baton_worker_handoffs_total": self._desk.num_handoffs,
+            "baton_worker_handoff_failures_total": self._desk.num_handoff_failures,
+            "baton_worker_handoff_bytes_total": self._desk.num_handoff_bytes,
+            "baton_worker_lease_expiries_total": self._desk.num_lease_expiries,
+        }
+
+
+def _progress(worker_id: str) -> Callable[[int, int], None]:
+    """Logs each quarter of the weights as it is loaded."""
+    shown = 0
+
+    def show(num_done: int, num_total: int) -> None:
+        nonlocal shown
+        quarter = 4 * num_done // max(num_total, 1)
+        if quarter > shown:
+            shown = quarter
+            logger.info("%s: weights %d of %d MB", worker_id, num_done >> 20, num_total >> 20)
+
+    return show
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "engine.device: expected a GPU that torch can use but there is none; try device: cpu"
+        )
+    return name
+
+
+def _default_kv_bytes(device: str) -> int:
+    if device == "cpu":
+        return CPU_KV_BYTES
+    free, _total = torch.cuda.mem_get_info()
+    return int(free * GPU_KV_SHARE)
+
+
+def _own_address() -> str:
+    """The address of the interface that leads out, else loopback. No packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))
+            address: str = probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+    return address
