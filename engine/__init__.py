@@ -1,0 +1,1 @@
+"""One model on one device group: weights, tokenizer, paged KV, kernels, runner, sampler, step loop."""

@@ -1,0 +1,125 @@
+"""A step's work as tensors: index tensors are made once here and shared by all layers.
+
+    StepItem* ──► StepPlan (tokens, slots, decode groups, chunks) ──► Model.forward ──► logits of the wanted rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from contracts.errors import EngineError
+from engine.kv import KvSlab
+from engine.model import Chunk, DecodeGroup, Model, StepPlan
+
+MAX_PADDING = 2
+"""Decodes share an attention call if the longest has at most this many times the blocks of the shortest."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepItem:
+    """One sequence's share of a step: new `token_ids` at positions `start` …; `block_ids` cover start + len(token_ids)."""
+
+    token_ids: Sequence[int]
+    start: int
+    block_ids: Sequence[int]
+    want_logits: bool
+
+
+class Runner:
+    """The model on its device, with the slab it writes. One thread calls `execute`."""
+
+    def __init__(self, model: Model, slab: KvSlab, num_threads: int = 1) -> None:
+        self._model = model
+        self._slab = slab
+        self._num_threads = num_threads
+        self._has_set_threads = False
+
+    @torch.inference_mode()
+    def execute(self, items: Sequence[StepItem]) -> Tensor:
+        """Run all items as one step: logits [number of wanted, V] float32, in item order.
+
+        Raises EngineError if an item has no token or too few blocks.
+        """
+        if not self._has_set_threads:
+            torch.set_num_threads(self._num_threads)  # per calling thread
+            self._has_set_threads = True
+        return self._model.forward(self._plan(items), self._slab)
+
+    def warm_up(self) -> None:
+        """One chunk and one decode on the first block, so that the first request pays for no set-up."""
+        size = self._slab.block_size
+        self.execute([StepItem([0] * max(1, size - 1), 0, [0], True)])
+        self.execute([StepItem([0], max(0, size - 1), [0], True)])
+        self._slab.data[0].zero_()
+        self._has_set_threads = False  # the engine thread is another one
+
+    def _plan(self, items: Sequence[StepItem]) -> StepPlan:
+        size = self._slab.block_size
+        tokens: list[int] = []
+        positions: list[int] = []
+        blocks: list[int] = []
+        wanted: list[int] = []
+        decodes: list[tuple[int, StepItem]] = []
+        chunks: list[Chunk] = []
+        for item in items:
+            self._check(item)
+            low, end = len(tokens), item.start + len(item.token_ids)
+            tokens += item.token_ids
+            positions += range(item.start, end)
+            blocks += [item.block_ids[position // size] for position in range(item.start, end)]
+            if item.want_logits:
+                wanted.append(len(tokens) - 1)
+            if len(item.token_ids) == 1:
+                decodes.append((low, item))
+            else:
+                used = self._index(item.block_ids[: -(-end // size)])
+                chunks.append(Chunk(low, len(tokens), item.start, used))
+        position_index = self._index(positions)
+        return StepPlan(
+            self._index(tokens),
+            position_index,
+            self._index(blocks),
+            position_index % size,
+            self._index(wanted),
+            tuple(self._groups(decodes)),
+            tuple(chunks),
+        )
+
+    def _groups(self, decodes: list[tuple[int, StepItem]]) -> list[DecodeGroup]:
+        """Decodes by length, so that one long sequence does not pad all short ones."""
+        size = self._slab.block_size
+        ordered = sorted(decodes, key=lambda pair: pair[1].start)
+        groups: list[list[tuple[int, StepItem]]] = []
+        for row, item in ordered:
+            shortest = groups[-1][0][1].start // size + 1 if groups else 0
+            if groups and item.start // size + 1 <= MAX_PADDING * shortest:
+                groups[-1].append((row, item))
+            else:
+                groups.append([(row, item)])
+        return [self._group(group) for group in groups]
+
+    def _group(self, group: list[tuple[int, StepItem]]) -> DecodeGroup:
+        size = self._slab.block_size
+        num_blocks = group[-1][1].start // size + 1
+        table = [
+            [*item.block_ids[: item.start // size + 1], *([0] * (num_blocks - item.start // size - 1))]
+            for _, item in group
+        ]
+        return DecodeGroup(
+            self._index([row for row, _ in group]),
+            self._index(table),
+            self._index([item.start + 1 for _, item in group]),
+        )
+
+    def _check(self, item: StepItem) -> None:
+        num_slots = len(item.block_ids) * self._slab.block_size
+        end = item.start + len(item.token_ids)
+        if not item.token_ids or end > num_slots:
+            raise EngineError(f"expected 1 to {num_slots - item.start} new tokens but got {len(item.token_ids)}")
+
+    def _index(self, values: object) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._slab.device)

@@ -1,0 +1,192 @@
+"""Logits in, one token per row out; the order of what happens to them is in contracts.request.SamplingParams.
+
+Each row is drawn alone, in float64, by the inverse CDF over the kept tokens in token-id order, with a uniform number
+that is a hash of (seed, output position). So a row's token does not depend on who shares the batch, on the batch's
+size or on the worker. Rows that want nothing but argmax take it from one batched reduction on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from contracts.errors import EngineError
+from contracts.request import SamplingParams, Token
+
+MIN_LOGPROB = -9999.0  # stands for -inf, which JSON cannot carry
+
+_MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_NUCLEUS_GUESS = 512  # tokens that hold top_p of the mass in all but flat distributions
+
+Floats = NDArray[np.float64]
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """How to draw one row: `position` in the output, the output's token counts, and the prompt's tokens
+    (needed only if there is a repetition penalty)."""
+
+    params: SamplingParams
+    position: int
+    output_counts: Mapping[int, int] = field(default_factory=dict)
+    prompt_ids: AbstractSet[int] = frozenset()
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Argmax of the raw logits, and no logprobs asked."""
+        p = self.params
+        return (
+            p.temperature == 0.0
+            and p.num_logprobs is None
+            and not p.logit_bias
+            and self.position >= p.min_tokens
+            and (p.presence_penalty, p.frequency_penalty, p.repetition_penalty) == (0.0, 0.0, 1.0)
+        )
+
+
+class Sampler:
+    """Draws tokens for one model. `eos_token_ids` are masked until a row's `min_tokens` are out."""
+
+    def __init__(self, eos_token_ids: Sequence[int]) -> None:
+        self._eos_ids = tuple(eos_token_ids)
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Token]:
+        """logits [R, V] float32 on any device, rows R -> R tokens.
+
+        Raises EngineError if a row's largest logit is not a finite number.
+        """
+        if logits.ndim != 2 or logits.shape[0] != len(rows):
+            raise EngineError(f"expected logits [{len(rows)}, V] but got {list(logits.shape)}")
+        if not rows:
+            return []
+        maxima, best = logits.max(dim=-1)  # the lowest id on ties
+        if not bool(torch.isfinite(maxima).all()):
+            raise EngineError(f"expected finite logits but the rows' maxima are {maxima.tolist()}")
+        best_ids: list[int] = best.tolist()
+        drawn = [index for index, row in enumerate(rows) if not row.is_plain_greedy]
+        host = dict(zip(drawn, logits[drawn].cpu().double().numpy(), strict=True)) if drawn else {}
+        return [
+            self._draw(host[index], row) if index in host else Token(row.position, best_ids[index])
+            for index, row in enumerate(rows)
+        ]
+
+    def _draw(self, raw: Floats, row: SamplingRow) -> Token:
+        with np.errstate(over="ignore", invalid="raise", divide="ignore"):
+            token_id = choose(self._adjusted(raw, row), row.params, row.position)
+            return _with_logprobs(raw, row, token_id)
+
+    def _adjusted(self, raw: Floats, row: SamplingRow) -> Floats:
+        """Penalties, bias and the min_tokens mask applied to a copy."""
+        params, scores = row.params, raw.copy()
+        num_vocab = len(scores)
+        if params.repetition_penalty != 1.0:
+            seen = _ids(row.prompt_ids | row.output_counts.keys(), num_vocab)
+            values = scores[seen]
+            scores[seen] = np.where(
+                values > 0, values / params.repetition_penalty, values * params.repetition_penalty
+            )
+        if row.output_counts and (params.presence_penalty or params.frequency_penalty):
+            drawn = _ids(row.output_counts.keys(), num_vocab)
+            counts = np.array([row.output_counts[int(token_id)] for token_id in drawn], dtype=np.float64)
+            scores[drawn] -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+        for token_id, bias in params.logit_bias:
+            if 0 <= token_id < num_vocab:
+                scores[token_id] += bias
+        if row.position < params.min_tokens:
+            masked = scores.copy()
+            masked[_ids((*self._eos_ids, *params.stop_token_ids), num_vocab)] = -np.inf
+            # A mask that leaves nothing to draw from is no mask: some token has to come.
+            scores = masked if np.isfinite(masked.max()) else scores
+        return scores
+
+
+def choose(scores: Floats, params: SamplingParams, position: int) -> int:
+    """Draw from scores [V] by temperature, top_k, top_p and min_p; the highest score if `temperature` is 0.
+
+    The kept set is cut in the order of (score descending, id ascending), so ties at its border fall to lower ids.
+    """
+    if params.temperature == 0.0:
+        return int(scores.argmax())
+    # Differences are <= 0: a tiny temperature gives -inf, whose weight is 0, and never +inf.
+    logits = (scores - scores.max()) / params.temperature
+    ids: Ids = np.arange(len(logits), dtype=np.int64)
+    if 0 < params.top_k < len(ids):
+        ids = _top(logits, params.top_k)
+    weights = np.exp(logits[ids])
+    if params.top_p < 1.0:
+        kept = _nucleus(weights, params.top_p)
+        ids, weights = ids[kept], weights[kept]
+    if params.min_p > 0.0:
+        kept = np.flatnonzero(weights >= params.min_p * weights.max())
+        ids, weights = ids[kept], weights[kept]
+    cdf = np.cumsum(weights)
+    index = int(np.searchsorted(cdf, uniform(params.seed, position) * cdf[-1], side="right"))
+    if index == len(ids):  # the product was rounded up to the sum: the last token with any weight is meant
+        index = int(np.flatnonzero(weights)[-1])
+    return int(ids[index])
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits: splitmix64's finaliser (Steele et al. 2014) over seed, then position."""
+    mixed = _mix(_mix(seed & _MASK64) + (position + 1) * _GOLDEN & _MASK64)
+    return (mixed >> 11) * 2.0**-53
+
+
+def _mix(x: int) -> int:
+    x = (x + _GOLDEN) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def _top(values: Floats, count: int) -> Ids:
+    """Ids, ascending, of the `count` largest values, lower ids first among equals. O(V)."""
+    border = np.partition(values, len(values) - count)[len(values) - count]
+    above = np.flatnonzero(values > border)
+    tied = np.flatnonzero(values == border)
+    return np.sort(np.concatenate([above, tied[: count - len(above)]]))
+
+
+def _nucleus(weights: Floats, top_p: float) -> Ids:
+    """Indices, ascending, of the fewest largest weights that hold `top_p` of the sum; at least one."""
+    target = top_p * float(weights.sum())
+    count = min(_NUCLEUS_GUESS, len(weights))
+    while True:
+        candidates = _top(weights, count)
+        ranked = candidates[np.argsort(-weights[candidates], kind="stable")]
+        mass = np.cumsum(weights[ranked])
+        if mass[-1] >= target or count == len(weights):
+            num_kept = min(int(np.searchsorted(mass, target)) + 1, count)
+            return np.sort(ranked[:num_kept])
+        count = min(count * 16, len(weights))
+
+
+def _ids(token_ids: AbstractSet[int] | Sequence[int], num_vocab: int) -> Ids:
+    """Ascending, distinct, and only those that the model has: a client may name any number."""
+    return np.array(sorted({t for t in token_ids if 0 <= t < num_vocab}), dtype=np.int64)
+
+
+def _with_logprobs(raw: Floats, row: SamplingRow, token_id: int) -> Token:
+    count = row.params.num_logprobs
+    if count is None:
+        return Token(row.position, token_id)
+    highest = float(raw.max())
+    log_sum = highest + math.log(float(np.exp(raw - highest).sum()))
+    top: tuple[tuple[int, float], ...] = ()
+    if count > 0:
+        ids = _top(raw, min(count, len(raw)))
+        ranked = ids[np.argsort(-raw[ids], kind="stable")]
+        top = tuple((int(t), _clamped(float(raw[t]) - log_sum)) for t in ranked)
+    return Token(row.position, token_id, _clamped(float(raw[token_id]) - log_sum), top)
+
+
+def _clamped(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB)

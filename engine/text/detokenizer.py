@@ -1,0 +1,53 @@
+"""Token ids to text as they come, never half a character.
+
+    push(id) ─► text that is complete ─► … ─► flush() ─► what never became a character, as U+FFFD
+
+The joined pieces equal `TextModel.decode` of all ids: both are the same bytes read as UTF-8.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from engine.text.tokenizer import TextModel
+
+_MAX_CHAR_BYTES = 4
+
+
+class Detokenizer:
+    """One output's decoder.
+
+    A prompt that ends inside a character (token-id prompts) has it completed by the output.
+    """
+
+    def __init__(
+        self, text: TextModel, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> None:
+        self._text = text
+        self._hidden = text.special_ids if skip_special_tokens else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        tail = b"".join(map(text.token_bytes, prompt_ids[-_MAX_CHAR_BYTES:]))
+        self._decoder.decode(_unfinished(tail))
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes, possibly none."""
+        if token_id in self._hidden:
+            return ""
+        return self._decoder.decode(self._text.token_bytes(token_id))
+
+    def flush(self) -> str:
+        """The rest, at the end of the output."""
+        return self._decoder.decode(b"", final=True)
+
+
+def _unfinished(data: bytes) -> bytes:
+    """The incomplete character at the end of `data`, if there is one."""
+    for start in range(max(0, len(data) - _MAX_CHAR_BYTES + 1), len(data)):
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        try:
+            if decoder.decode(data[start:]) == "":
+                return data[start:]
+        except UnicodeDecodeError:
+            continue
+    return b""
