@@ -9,8 +9,9 @@ One output's life:
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Protocol
 
 from contracts.blocks import BlockAudit
 from contracts.messages import BlockOwner, Role, Status
@@ -23,7 +24,7 @@ class TokenStream(Protocol):
     An async generator is one. Raises BatonError at any point instead of `Finished`, never after it.
     """
 
-    def __aiter__(self) -> Self: ...
+    def __aiter__(self) -> AsyncIterator[Token | Finished]: ...
 
     async def __anext__(self) -> Token | Finished: ...
 

@@ -74,28 +74,32 @@ class Model:
 
     def forward(self, plan: StepPlan, slab: KvSlab) -> Tensor:
         """Logits [R, V] float32 of the wanted rows. Writes KV of all T tokens into `slab`."""
-        hidden = self._weights.embedding[plan.token_ids]
+        # The residual stream stays float32: in bfloat16 it loses what late layers add to it.
+        hidden = self._weights.embedding[plan.token_ids].float()
         cos, sin = reference.rope_table(plan.positions, self._inv_freq)
         for index, layer in enumerate(self._weights.layers):
             hidden = self._layer(hidden, layer, plan, slab.layer(index), (cos, sin))
         if not len(plan.wanted):
             return torch.empty(0, self.spec.vocab_size, device=self.device)
-        final = reference.rms_norm(hidden[plan.wanted], self._weights.final_norm, self.spec.norm_eps)
+        final = self._norm(hidden[plan.wanted], self._weights.final_norm)
         return self._linear(final, self._weights.lm_head).float()
 
     def _layer(
         self, hidden: Tensor, layer: LayerWeights, plan: StepPlan, kv: Tensor, rotation: tuple[Tensor, Tensor]
     ) -> Tensor:
         spec = self.spec
-        normed = reference.rms_norm(hidden, layer.attention_norm, spec.norm_eps)
+        normed = self._norm(hidden, layer.attention_norm)
         heads = self._linear(normed, layer.qkv).view(len(hidden), -1, spec.head_dim)
         num_rotated = spec.num_heads + spec.num_kv_heads
         q, k = reference.rope(heads[:, :num_rotated], *rotation).split([spec.num_heads, spec.num_kv_heads], dim=1)
         reference.write_kv(kv, k, heads[:, num_rotated:], plan.block_ids, plan.slots)
         attended = self._attend(q, kv, plan).view(len(hidden), -1)
         hidden = hidden + self._linear(attended, layer.out)
-        normed = reference.rms_norm(hidden, layer.mlp_norm, spec.norm_eps)
+        normed = self._norm(hidden, layer.mlp_norm)
         return hidden + self._linear(reference.swiglu(self._linear(normed, layer.gate_up)), layer.down)
+
+    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return reference.rms_norm(hidden, weight, self.spec.norm_eps).to(self.dtype)
 
     def _attend(self, q: Tensor, kv: Tensor, plan: StepPlan) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

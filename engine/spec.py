@@ -6,6 +6,7 @@ engine does not compute raises `ConfigError` before any weight is read.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from contracts.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader
+    from engine.gguf_file import GgufFile, GgufTensor
 
 HF_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 GGUF_ARCHITECTURES = ("llama",)
@@ -220,13 +221,12 @@ def _hf_rope(fields: _Fields) -> tuple[float, RopeScaling]:
     raise ConfigError(f"config.json: expected rope type default, linear or llama3 but got {kind!r}")
 
 
-def spec_from_gguf(reader: GGUFReader) -> ModelSpec:
+def spec_from_gguf(file: GgufFile) -> ModelSpec:
     """The spec of a GGUF file's header.
 
     Raises ConfigError for an architecture other than `llama`, experts, partial rotary or missing fields.
     """
-    header = {name: field.contents() for name, field in reader.fields.items()}
-    fields = _Fields(header, "GGUF header")
+    fields = _Fields(file.fields, "GGUF header")
     architecture = fields.text("general.architecture")
     if architecture not in GGUF_ARCHITECTURES:
         raise ConfigError(
@@ -234,7 +234,7 @@ def spec_from_gguf(reader: GGUFReader) -> ModelSpec:
         )
     if (experts := fields.integer(f"{architecture}.expert_count", 0)) != 0:
         raise ConfigError(f"GGUF header: expected a dense model but got {experts} experts")
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    tensors = file.tensors
     if "token_embd.weight" not in tensors:
         raise ConfigError("GGUF: expected the tensor token_embd.weight but it is missing")
     hidden_size = fields.integer("llama.embedding_length")
@@ -252,7 +252,7 @@ def spec_from_gguf(reader: GGUFReader) -> ModelSpec:
         num_kv_heads=fields.integer("llama.attention.head_count_kv", num_heads),
         head_dim=head_dim,
         intermediate_size=fields.integer("llama.feed_forward_length"),
-        vocab_size=int(tensors["token_embd.weight"].shape[1]),
+        vocab_size=tensors["token_embd.weight"].shape[0],
         max_position=fields.integer("llama.context_length"),
         rope_theta=fields.number("llama.rope.freq_base", 10_000.0),
         rope_scaling=_gguf_rope(fields, tensors),
@@ -265,9 +265,10 @@ def spec_from_gguf(reader: GGUFReader) -> ModelSpec:
     )
 
 
-def _gguf_rope(fields: _Fields, tensors: Mapping[str, Any]) -> RopeScaling:
+def _gguf_rope(fields: _Fields, tensors: Mapping[str, GgufTensor]) -> RopeScaling:
     if "rope_freqs.weight" in tensors:
-        return FactorRope(tuple(float(factor) for factor in tensors["rope_freqs.weight"].data))
+        packed = tensors["rope_freqs.weight"].data.tobytes()
+        return FactorRope(struct.unpack(f"<{len(packed) // 4}f", packed))
     kind = fields.text("llama.rope.scaling.type", "none")
     match kind:
         case "none":
