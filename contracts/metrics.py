@@ -1,7 +1,7 @@
 """Every metric of Baton, in one table: name, kind, labels, buckets, and the one process kind that writes it.
 
 Names are `baton_<what>_<unit>`, counters end in `_total`. Label values come from closed sets: `outcome`,
-`code`, `endpoint`, `role`, `state`; worker ids are bounded by the pools. Workers have no HTTP port of their
+`code`, `endpoint`, `role`, `state`, `route`; worker ids are bounded by the pools. Workers have no HTTP port of their
 own: they send their counters in `Status.counters` (by the name in this table), and the coordinator shows
 them.
 """
@@ -37,6 +37,7 @@ TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 131072.
 
 ENDPOINTS = ("chat", "completions", "models", "health", "ready", "metrics", "debug", "other")
 OUTCOMES = ("stop", "length", "cancelled", "error")
+ROUTES = ("remote", "local")
 BLOCK_STATES = ("free", "cached", "running", "reserved", "in_handoff", "quarantined")
 
 
@@ -68,6 +69,13 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("baton_queue_seconds", "histogram", "Wait for a place.", (), SECONDS),
     MetricSpec("baton_prompt_length_tokens", "histogram", "Prompt length.", (), TOKENS),
     MetricSpec("baton_output_length_tokens", "histogram", "Output length.", (), TOKENS),
+    MetricSpec("baton_placements_total", "counter", "Requests placed, by route.", ("route",)),
+    MetricSpec(
+        "baton_handoff_bytes_total", "counter", "KV bytes of the handoffs of this coordinator's requests."
+    ),
+    MetricSpec(
+        "baton_handoff_exposed_seconds", "histogram", "Transfer not hidden behind compute.", (), SECONDS
+    ),
     MetricSpec("baton_retries_total", "counter", "Placements tried again, by the error's code.", ("code",)),
     MetricSpec("baton_worker_ready", "gauge", "1 if the worker is ready.", _WORKER),
     MetricSpec(
@@ -86,9 +94,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("baton_worker_busy_seconds_total", "counter", "Time inside steps.", _WORKER, writer="worker"),
     MetricSpec("baton_worker_prefill_tokens_total", "counter", "Tokens computed.", _WORKER, writer="worker"),
     MetricSpec("baton_worker_decode_tokens_total", "counter", "Tokens decoded.", _WORKER, writer="worker"),
-    MetricSpec(
-        "baton_worker_cached_tokens_total", "counter", "Tokens from the cache.", _WORKER, writer="worker"
-    ),
+    MetricSpec("baton_worker_lease_expiries_total", "counter", "Leases expired.", _WORKER, writer="worker"),
     MetricSpec("baton_worker_preemptions_total", "counter", "Sequences preempted.", _WORKER, writer="worker"),
     MetricSpec(
         "baton_worker_handoffs_total", "counter", "KV handoffs that ended well.", _WORKER, writer="worker"

@@ -16,7 +16,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from contracts.errors import ConfigError
-from engine.gguf_file import GgufTensor, read_gguf
+from engine.gguf_file import GgufFile, GgufTensor, read_gguf
 from engine.spec import ModelSpec, spec_from_gguf
 
 _TOP = {
@@ -35,9 +35,9 @@ _IN_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# The rope factors are part of the spec.
-_NOT_WEIGHTS = ("rope_freqs.weight",)
-_ROW_BLOCKS = 1 << 10
+# Part of the spec, not a weight.
+_ROPE_FACTORS = "rope_freqs.weight"
+_MAX_ROW_BLOCKS = 1 << 10
 
 
 class GgufSource:
@@ -45,19 +45,41 @@ class GgufSource:
 
     def __init__(self, path: Path) -> None:
         file = read_gguf(path)
-        self.spec: ModelSpec = spec_from_gguf(file)
+        # NOTE: a plain array over the mapping; slices of a memmap object cost far more than the reads.
+        self._bytes = np.asarray(np.memmap(path, mode="r"))
+        self.spec: ModelSpec = spec_from_gguf(file, self._rope_factors(file))
         self.files: Sequence[Path] = [path]
-        self._tensors = {hf_name(name): t for name, t in file.tensors.items() if name not in _NOT_WEIGHTS}
+        self._tensors = {hf_name(name): t for name, t in file.tensors.items() if name != _ROPE_FACTORS}
         self.tensors: dict[str, tuple[int, ...]] = {name: t.shape for name, t in self._tensors.items()}
 
     def read(self, name: str) -> Tensor:
         """float32, rows in Hugging Face order. Raises ConfigError for a quantization nobody can expand."""
-        values = _dequantized(self._tensors[name])
+        values = self._dequantized(self._tensors[name])
         if ".q_proj." in name:
             return _half_split_rows(values, self.spec.num_heads)
         if ".k_proj." in name:
             return _half_split_rows(values, self.spec.num_kv_heads)
         return values
+
+    def _rope_factors(self, file: GgufFile) -> tuple[float, ...] | None:
+        tensor = file.tensors.get(_ROPE_FACTORS)
+        return None if tensor is None else tuple(self._dequantized(tensor).tolist())
+
+    def _dequantized(self, tensor: GgufTensor) -> Tensor:
+        try:
+            kind = GGMLQuantizationType(tensor.kind)
+            block_elements, block_bytes = GGML_QUANT_SIZES[kind]
+            num_blocks = math.prod(tensor.shape) // block_elements
+            stored = self._bytes[tensor.offset : tensor.offset + num_blocks * block_bytes]
+            if len(stored) != num_blocks * block_bytes:
+                raise ValueError(f"the file ends {num_blocks * block_bytes - len(stored)} bytes too early")
+            # The library takes 16 rows at a time and does not care where a row ends: few long rows are much faster.
+            row_blocks = math.gcd(num_blocks, _MAX_ROW_BLOCKS)
+            values = dequantize(stored.reshape(-1, row_blocks * block_bytes), kind)
+        except (NotImplementedError, ValueError) as exc:
+            raise ConfigError(f"tensor {tensor.name}: expected a known, whole quantization but {exc}") from exc
+        # NOTE: copied where the values are a view of the read-only file; torch has no read-only tensors.
+        return torch.from_numpy(values if values.flags.writeable else values.copy()).view(tensor.shape)
 
 
 def hf_name(name: str) -> str:
@@ -68,21 +90,6 @@ def hf_name(name: str) -> str:
         case [module, suffix] if module in _TOP:
             return f"{_TOP[module]}.{suffix}"
     return name
-
-
-def _dequantized(tensor: GgufTensor) -> Tensor:
-    kind = tensor.quantization
-    if kind == GGMLQuantizationType.F32:
-        # NOTE: copied, because a view of the mapped file is read-only and torch has no such thing.
-        return torch.from_numpy(tensor.data.view(np.float32).copy()).view(tensor.shape)
-    # The library works on 16 rows at a time and knows nothing of where a row ends: long rows are several times faster.
-    _, block_bytes = GGML_QUANT_SIZES[kind]
-    row_blocks = math.gcd(tensor.data.size // block_bytes, _ROW_BLOCKS)
-    try:
-        values = dequantize(tensor.data.reshape(-1, row_blocks * block_bytes), kind)
-    except NotImplementedError as exc:
-        raise ConfigError(f"tensor {tensor.name}: {exc}") from exc
-    return torch.from_numpy(values).view(tensor.shape)
 
 
 def _half_split_rows(values: Tensor, num_heads: int) -> Tensor:

@@ -34,7 +34,7 @@ class HfSource:
 
     def _open(self, shard: Path) -> None:
         try:
-            handle = safe_open(str(shard), framework="pt")
+            handle: Any = safe_open(str(shard), framework="pt")
             for name in handle.keys():  # noqa: SIM118 (the handle is not iterable)
                 self._handles[name] = handle
                 self.tensors[name] = tuple(handle.get_slice(name).get_shape())

@@ -40,16 +40,19 @@ class SamplingRow:
     prompt_ids: AbstractSet[int] = frozenset()
 
     @property
-    def is_plain_greedy(self) -> bool:
-        """Argmax of the raw logits, and no logprobs asked."""
+    def is_plain(self) -> bool:
+        """Drawn from the raw logits: no penalty, bias or mask."""
         p = self.params
         return (
-            p.temperature == 0.0
-            and p.num_logprobs is None
-            and not p.logit_bias
+            not p.logit_bias
             and self.position >= p.min_tokens
             and (p.presence_penalty, p.frequency_penalty, p.repetition_penalty) == (0.0, 0.0, 1.0)
         )
+
+    @property
+    def is_argmax(self) -> bool:
+        """Nothing but the best raw logit is asked for."""
+        return self.params.temperature == 0.0 and self.params.num_logprobs is None and self.is_plain
 
 
 class Sampler:
@@ -71,7 +74,7 @@ class Sampler:
         if not bool(torch.isfinite(maxima).all()):
             raise EngineError(f"expected finite logits but the rows' maxima are {maxima.tolist()}")
         best_ids: list[int] = best.tolist()
-        drawn = [index for index, row in enumerate(rows) if not row.is_plain_greedy]
+        drawn = [index for index, row in enumerate(rows) if not row.is_argmax]
         host = dict(zip(drawn, logits[drawn].cpu().double().numpy(), strict=True)) if drawn else {}
         return [
             self._draw(host[index], row) if index in host else Token(row.position, best_ids[index])
@@ -84,7 +87,9 @@ class Sampler:
             return _with_logprobs(raw, row, token_id)
 
     def _adjusted(self, raw: Floats, row: SamplingRow) -> Floats:
-        """Penalties, bias and the min_tokens mask applied to a copy."""
+        """Penalties, bias and the min_tokens mask applied to a copy; `raw` itself if there are none."""
+        if row.is_plain:
+            return raw
         params, scores = row.params, raw.copy()
         num_vocab = len(scores)
         if params.repetition_penalty != 1.0:
@@ -115,23 +120,25 @@ def choose(scores: Floats, params: SamplingParams, position: int) -> int:
     """
     if params.temperature == 0.0:
         return int(scores.argmax())
+    ids: Ids | None = None  # None: all; index arrays over the vocabulary cost more than the draw itself
+    if 0 < params.top_k < len(scores):
+        ids = _top(scores, params.top_k)
+        scores = scores[ids]
     # Differences are <= 0: a tiny temperature gives -inf, whose weight is 0, and never +inf.
-    logits = (scores - scores.max()) / params.temperature
-    ids: Ids = np.arange(len(logits), dtype=np.int64)
-    if 0 < params.top_k < len(ids):
-        ids = _top(logits, params.top_k)
-    weights = np.exp(logits[ids])
+    weights = np.exp((scores - scores.max()) / params.temperature)
     if params.top_p < 1.0:
-        kept = _nucleus(weights, params.top_p)
-        ids, weights = ids[kept], weights[kept]
+        ids, weights = _narrow(ids, weights, _nucleus(weights, params.top_p))
     if params.min_p > 0.0:
-        kept = np.flatnonzero(weights >= params.min_p * weights.max())
-        ids, weights = ids[kept], weights[kept]
+        ids, weights = _narrow(ids, weights, np.flatnonzero(weights >= params.min_p * weights.max()))
     cdf = np.cumsum(weights)
     index = int(np.searchsorted(cdf, uniform(params.seed, position) * cdf[-1], side="right"))
-    if index == len(ids):  # the product was rounded up to the sum: the last token with any weight is meant
+    if index == len(cdf):  # the product was rounded up to the sum: the last token with any weight is meant
         index = int(np.flatnonzero(weights)[-1])
-    return int(ids[index])
+    return index if ids is None else int(ids[index])
+
+
+def _narrow(ids: Ids | None, weights: Floats, kept: Ids) -> tuple[Ids, Floats]:
+    return (kept if ids is None else ids[kept]), weights[kept]
 
 
 def uniform(seed: int, position: int) -> float:

@@ -6,7 +6,6 @@ engine does not compute raises `ConfigError` before any weight is read.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from contracts.errors import ConfigError
 
 if TYPE_CHECKING:
-    from engine.gguf_file import GgufFile, GgufTensor
+    from engine.gguf_file import GgufFile
 
 HF_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 GGUF_ARCHITECTURES = ("llama",)
@@ -221,8 +220,8 @@ def _hf_rope(fields: _Fields) -> tuple[float, RopeScaling]:
     raise ConfigError(f"config.json: expected rope type default, linear or llama3 but got {kind!r}")
 
 
-def spec_from_gguf(file: GgufFile) -> ModelSpec:
-    """The spec of a GGUF file's header.
+def spec_from_gguf(file: GgufFile, rope_factors: tuple[float, ...] | None = None) -> ModelSpec:
+    """The spec of a GGUF file's header. `rope_factors`: the content of its tensor rope_freqs.weight, if it has one.
 
     Raises ConfigError for an architecture other than `llama`, experts, partial rotary or missing fields.
     """
@@ -255,7 +254,7 @@ def spec_from_gguf(file: GgufFile) -> ModelSpec:
         vocab_size=tensors["token_embd.weight"].shape[0],
         max_position=fields.integer("llama.context_length"),
         rope_theta=fields.number("llama.rope.freq_base", 10_000.0),
-        rope_scaling=_gguf_rope(fields, tensors),
+        rope_scaling=_gguf_rope(fields, rope_factors),
         norm_eps=fields.number("llama.attention.layer_norm_rms_epsilon"),
         tie_embeddings="output.weight" not in tensors,
         attention_bias="blk.0.attn_q.bias" in tensors,
@@ -265,10 +264,9 @@ def spec_from_gguf(file: GgufFile) -> ModelSpec:
     )
 
 
-def _gguf_rope(fields: _Fields, tensors: Mapping[str, GgufTensor]) -> RopeScaling:
-    if "rope_freqs.weight" in tensors:
-        packed = tensors["rope_freqs.weight"].data.tobytes()
-        return FactorRope(struct.unpack(f"<{len(packed) // 4}f", packed))
+def _gguf_rope(fields: _Fields, factors: tuple[float, ...] | None) -> RopeScaling:
+    if factors is not None:
+        return FactorRope(factors)
     kind = fields.text("llama.rope.scaling.type", "none")
     match kind:
         case "none":

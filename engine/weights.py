@@ -1,7 +1,7 @@
 """Weights on their way from a checkpoint into memory.
 
-    path ──► TensorSource (HF directory | GGUF file) ──► every name and shape checked ──► one tensor at a time, converted
-                                                                                          straight into its place
+    path ──► TensorSource (HF directory | GGUF file) ──► every name and shape checked
+                                                          ──► one tensor at a time, converted straight into its place
 
 Projections that read the same input are stored fused (q|k|v and gate|up, rows in this order), so a layer does four
 matrix products. Files are memory-mapped: at no time does a second full copy exist.
@@ -109,7 +109,7 @@ def has_native_bf16() -> bool:
 def load_model(
     path: Path, dtype: torch.dtype, progress: Progress | None = None, device: torch.device | str = "cpu"
 ) -> LoadedModel:
-    """Read a Hugging Face directory or a GGUF file. `progress` gets (elements done, elements in all) in bytes of `dtype`.
+    """Read a Hugging Face directory or a GGUF file. `progress` gets (bytes done, bytes in all), as held in memory.
 
     Raises ConfigError for a path that is neither, an unsupported model, and missing, extra or misshaped tensors.
     """
@@ -233,8 +233,10 @@ class _Filler:
         rows = [self._shapes[name][0] for name in names]
         shape = (sum(rows), *self._shapes[names[0]][1:])
         fused = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
-        for name, part in zip(names, fused.split(rows), strict=True):
-            part.copy_(self._source.read(name))
+        low = 0
+        for name, num_rows in zip(names, rows, strict=True):
+            fused[low : low + num_rows].copy_(self._source.read(name))
+            low += num_rows
             self._done += self._num_bytes(self._shapes[name])
             self._progress(self._done, self._total)
         return fused

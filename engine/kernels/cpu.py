@@ -1,9 +1,16 @@
-"""Matrix products that are fast on CPUs; all else is `reference`.
+"""What runs faster on CPUs than plain torch: matrix products and attention. Equal to `reference` up to rounding.
 
-bfloat16 with bfloat16 instructions: oneDNN with weights packed once. bfloat16 without them (AVX2): torch's own product is
-a scalar loop beyond a few rows, so the weight is widened for the call: products of bfloat16 numbers are exact in float32
-and the sum is rounded once, which is what the instructions do. Measured on two AVX2 cores, all linears of
-SmolLM2-135M at 8 rows: 211 ms native, 86 ms widened; at 1 row native wins (31 against 51 ms).
+Products, by what the CPU can do:
+    float32                        oneDNN, weights packed once: 1.3 to 2 times torch's own product from 4 rows on
+    bfloat16 with instructions     oneDNN, weights packed once
+    bfloat16 without (AVX2)        torch's own product is a scalar loop beyond a few rows, so the weight is widened for
+                                   the call: products of bfloat16 numbers are exact in float32 and the sum is rounded
+                                   once, which is what the instructions do. All linears of SmolLM2-135M at 8 rows:
+                                   211 ms native, 86 ms widened; at 1 row native wins (31 against 51 ms)
+
+Attention reads the slab as rows, one row per (block, K or V, head): such a plane is contiguous, so gathering a table is
+a sequence of plain copies that land in the order the products want. Gathering whole blocks and transposing, as
+`reference` does, takes 3 to 6 times as long.
 """
 
 from __future__ import annotations
@@ -12,19 +19,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels import reference
 from engine.weights import Linear, has_native_bf16
 
 MAX_NATIVE_ROWS = 4
+MAX_QUERY_ROWS = 64
+"""Queries of one prefill product: larger tiles leave the cache, smaller ones pay more calls (measured: 32 to 128 equal)."""
+NUM_REFINED = 32
+"""Logits per row that are recomputed in float32; enough that no token within rounding of the best is left out."""
 
 
 def pack(layer: Linear) -> None:
-    """Replace a bfloat16 weight by its packed copy where the CPU has the instructions; else leave it."""
+    """Replace a weight by its packed copy where that is faster; else leave it. Packing twice is packing once."""
     weight = layer.weight
-    if weight is None or weight.dtype != torch.bfloat16 or not has_native_bf16():
+    if weight is None or layer.packed is not None:
         return
-    layer.packed = torch.ops.mkldnn._reorder_linear_weight(weight.to_mkldnn())
-    if not layer.is_shared:
-        layer.weight = None
+    if weight.dtype == torch.bfloat16:
+        is_worth_it = has_native_bf16()
+    else:  # a shared weight stays in memory anyway, so its float32 copy would cost too much of it
+        is_worth_it = weight.dtype == torch.float32 and not layer.is_shared
+    if is_worth_it:
+        layer.packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        if not layer.is_shared:
+            layer.weight = None
 
 
 def linear(x: Tensor, layer: Linear) -> Tensor:
@@ -38,3 +55,78 @@ def linear(x: Tensor, layer: Linear) -> Tensor:
         bias = None if layer.bias is None else layer.bias.float()
         return F.linear(x.float(), weight.float(), bias).to(x.dtype)
     return F.linear(x, weight, layer.bias)
+
+
+def logits(x: Tensor, layer: Linear) -> Tensor:
+    """x [R, hidden] -> [R, V] float32.
+
+    NOTE: a bfloat16 product rounds logits near 20 to steps of 0.125, which ties the best tokens and lets the lowest id
+    win. So the best few of each row are computed again from the same weights, in float32.
+    """
+    rounded = linear(x, layer)
+    if rounded.dtype == torch.float32:
+        return rounded
+    weight = layer.weight
+    assert weight is not None, "the head keeps its plain weight"
+    best = rounded.topk(min(NUM_REFINED, rounded.shape[-1]), dim=-1).indices
+    exact = torch.bmm(weight[best].float(), x.float().unsqueeze(-1)).squeeze(-1)
+    return rounded.float().scatter_(1, best, exact)
+
+
+def write_kv(kv: Tensor, k: Tensor, v: Tensor, block_ids: Tensor, slots: Tensor) -> None:
+    """k, v [T, K, D] into kv [N, 2, K, S, D] at (block_ids [T], slots [T])."""
+    _, _, num_heads, num_slots, head_dim = kv.shape
+    planes_per_block = kv.stride(0) // kv.stride(2)
+    heads = torch.arange(num_heads, device=kv.device)
+    key_rows = (block_ids[:, None] * planes_per_block + heads) * num_slots + slots[:, None]
+    rows = _planes(kv).view(-1, head_dim)
+    rows.index_copy_(0, key_rows.view(-1), k.reshape(-1, head_dim).to(kv.dtype))
+    rows.index_copy_(0, (key_rows + num_heads * num_slots).view(-1), v.reshape(-1, head_dim).to(kv.dtype))
+
+
+def paged_attention(q: Tensor, kv: Tensor, block_table: Tensor, context_lens: Tensor) -> Tensor:
+    """As reference.paged_attention."""
+    num_seqs, num_heads, head_dim = q.shape
+    num_kv_heads = kv.shape[2]
+    keys, values = _gather(kv, block_table)
+    queries = (q.float() * head_dim**-0.5).view(num_seqs * num_kv_heads, -1, head_dim)
+    scores = torch.bmm(queries, keys.transpose(1, 2)).view(num_seqs, num_heads, -1)
+    is_outside = torch.arange(scores.shape[-1]) >= context_lens.view(-1, 1, 1)
+    probs = scores.masked_fill_(is_outside, -torch.inf).softmax(dim=-1)
+    mixed = torch.bmm(probs.view(num_seqs * num_kv_heads, -1, scores.shape[-1]), values)
+    return mixed.view(num_seqs, num_heads, head_dim).to(q.dtype)
+
+
+def prefill_attention(q: Tensor, kv: Tensor, block_ids: Tensor, start: int) -> Tensor:
+    """As reference.prefill_attention."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = kv.shape[2]
+    keys, values = _gather(kv, block_ids[None])
+    queries = (q.float() * head_dim**-0.5).view(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype)
+    for low in range(0, num_tokens, MAX_QUERY_ROWS):
+        high = min(low + MAX_QUERY_ROWS, num_tokens)
+        mixed = reference.causal(queries[:, :, low:high], keys, values, start + low)
+        out[low:high].view(high - low, num_kv_heads, -1, head_dim).copy_(mixed.permute(2, 0, 1, 3))
+    return out
+
+
+def _planes(kv: Tensor) -> Tensor:
+    """One layer kv [N, 2, K, S, D] of the slab as rows [planes, S * D]; block n, side c, head k is row
+    n * (stride between blocks, in planes) + c * K + k. Planes of other layers lie between."""
+    num_blocks, _, num_heads, num_slots, head_dim = kv.shape
+    plane = num_slots * head_dim
+    assert kv.stride()[1:] == (num_heads * plane, plane, head_dim, 1), "expected a layer of a KvSlab"
+    num_planes = (num_blocks - 1) * (kv.stride(0) // plane) + 2 * num_heads
+    return kv.as_strided((num_planes, plane), (plane, 1))
+
+
+def _gather(kv: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [B * K, M * S, D] float32 of block_table [B, M]."""
+    num_seqs, num_blocks = block_table.shape
+    num_heads, head_dim = kv.shape[2], kv.shape[4]
+    heads = torch.arange(2 * num_heads).view(2, 1, num_heads, 1)
+    rows = block_table[:, None, :] * (kv.stride(0) // kv.stride(2)) + heads  # [2, B, K, M]
+    both = _planes(kv).index_select(0, rows.view(-1)).float()
+    keys, values = both.view(2, num_seqs * num_heads, num_blocks * kv.shape[3], head_dim)
+    return keys, values

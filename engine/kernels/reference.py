@@ -65,6 +65,11 @@ def paged_attention(q: Tensor, kv: Tensor, block_table: Tensor, context_lens: Te
     return mixed.reshape(num_seqs, num_heads, head_dim).to(q.dtype)
 
 
+def logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [R, hidden], weight [V, hidden] -> [R, V] float32."""
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+
+
 def prefill_attention(q: Tensor, kv: Tensor, block_ids: Tensor, start: int) -> Tensor:
     """Causal attention of a chunk: q [T, H, D] at positions start … start + T - 1, kv [N, 2, K, S, D] that already
     holds their keys, block_ids [M] of the one sequence -> [T, H, D]."""
@@ -76,14 +81,14 @@ def prefill_attention(q: Tensor, kv: Tensor, block_ids: Tensor, start: int) -> T
     values = kv[:, 1][block_ids].transpose(0, 1).reshape(num_kv_heads, -1, head_dim).float()
     queries = q.float().view(num_tokens, num_kv_heads, group, head_dim).permute(1, 2, 0, 3) * head_dim**-0.5
     parts = [
-        _causal(queries[:, :, low : low + MAX_QUERY_ROWS], keys, values, start + low)
+        causal(queries[:, :, low : low + MAX_QUERY_ROWS], keys, values, start + low)
         for low in range(0, num_tokens, MAX_QUERY_ROWS)
     ]
     mixed = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]  # [K, G, T, D]
     return mixed.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim).to(q.dtype)
 
 
-def _causal(queries: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
+def causal(queries: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
     """queries [K, G, R, D] from position `start` on, keys and values [K, C, D] -> [K, G, R, D]."""
     num_kv_heads, group, rows, head_dim = queries.shape
     end = start + rows

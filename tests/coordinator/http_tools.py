@@ -46,11 +46,12 @@ async def service(
     config: BatonConfig | None = None,
     text: TextModel = TEXT,
     peer: str = "127.0.0.1",
+    sees_clients: bool = True,
     **backend: Any,
 ) -> AsyncIterator[Service]:
     """Leaves only when no request runs any more: a leak is a failed test."""
     fake = FakeBackend(script, **backend)
-    app = make_app(config or make_config(), text, fake)
+    app = make_app(config or make_config(), text, fake, sees_clients=sees_clients)
     transport = httpx.ASGITransport(app, client=(peer, 5000))
     async with httpx.AsyncClient(transport=transport, base_url="http://baton") as client:
         yield Service(client, fake)

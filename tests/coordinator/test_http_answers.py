@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from contracts.request import GenerateRequest
-from engine.text.tokenizer import TextModel
+from engine.text.tokenizer import TextModel, load_text
 from tests.coordinator.fake_backend import EOS, reply
 from tests.coordinator.http_tools import MODEL, error_of, events, joined, make_config, service
 from tests.engine.text.builders import make_text
@@ -104,7 +106,9 @@ def entries(parts: list[dict[str, Any]]) -> list[Any]:
     for part in parts:
         logprobs = part["logprobs"] or {}
         found += logprobs.get("content") or []
-        found += zip(*(logprobs.get(key, []) for key in ("tokens", "token_logprobs", "text_offset")), strict=True)
+        found += zip(
+            *(logprobs.get(key, []) for key in ("tokens", "token_logprobs", "text_offset")), strict=True
+        )
     return found
 
 
@@ -231,7 +235,10 @@ async def test_completion_logprobs_are_parallel_arrays() -> None:
         logprobs = (await s.complete(logprobs=2)).json()["choices"][0]["logprobs"]
         assert logprobs["tokens"] == ["a", "b", "<|im_end|>"]
         assert logprobs["text_offset"] == [0, 1, 2]
-        assert [set(top) >= {token} for top, token in zip(logprobs["top_logprobs"], logprobs["tokens"], strict=True)]
+        assert [
+            set(top) >= {token}
+            for top, token in zip(logprobs["top_logprobs"], logprobs["tokens"], strict=True)
+        ]
         logprobs = (await s.complete(logprobs=0)).json()["choices"][0]["logprobs"]
         assert logprobs["top_logprobs"][0] == {"a": -0.5}
         ids = (await s.complete(logprobs=1, return_tokens_as_token_ids=True)).json()["choices"][0]["logprobs"]
@@ -311,6 +318,15 @@ async def test_a_request_over_the_choice_limit_is_refused() -> None:
         assert error_of(await s.chat(n=3))["param"] == "n"
 
 
-def test_scripts_are_functions_of_the_request() -> None:
-    request = GenerateRequest("r", (1,), None)  # type: ignore[arg-type]
-    assert list(reply("a")(request)) == [97, EOS]
+async def test_chats_reach_the_backend_as_the_golden_prompt_ids(embedded_model_path: Path) -> None:
+    cases = json.loads((Path(__file__).parents[1] / "data" / "smollm2_greedy.json").read_text())["cases"]
+    text = load_text(embedded_model_path)
+
+    def golden(request: GenerateRequest) -> list[int]:
+        return next(case["output_ids"] for case in cases if case["prompt_ids"] == list(request.prompt_ids))
+
+    async with service(golden, text=text) as s:
+        for case in cases:
+            body = {"messages": case["request"], "max_tokens": len(case["output_ids"]), "temperature": 0}
+            answer = (await s.client.post(CHAT, json=body)).json()
+            assert text_of(answer["choices"][0]) == case["text"]

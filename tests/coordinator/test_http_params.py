@@ -1,4 +1,7 @@
-"""What a body may say: ranges, names of refused fields, JSON in the strict sense. Nothing reaches the backend."""
+"""What a body may say: ranges, names of refused fields, JSON in the strict sense.
+
+Nothing reaches the backend.
+"""
 
 from __future__ import annotations
 
@@ -150,10 +153,9 @@ async def test_completion_refusals_name_their_field(fields: dict[str, Any], para
 
 
 async def test_null_means_absent_and_extras_are_ignored() -> None:
-    nulls = dict.fromkeys(
-        ["stop", "n", "seed", "top_p", "tools", "tool_choice", "logit_bias", "logprobs", "top_logprobs"]
-        + ["response_format", "stream", "stream_options", "user", "presence_penalty", "max_completion_tokens"]
-    )
+    names = "stop n seed top_p tools tool_choice logit_bias logprobs top_logprobs response_format stream "
+    names += "stream_options user presence_penalty frequency_penalty max_tokens max_completion_tokens"
+    nulls = dict.fromkeys(names.split())
     extras = {"foo_unknown": 1, "user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"}
     extras |= {"parallel_tool_calls": True, "prompt_cache_key": "k", "reasoning_effort": "low", "tools": []}
     extras |= {"response_format": {"type": "text"}, "tool_choice": "none", "modalities": ["text"]}
@@ -241,7 +243,9 @@ GOOD_MESSAGES = [{"role": "user", "content": "hi"}]
     st.booleans(),
 )
 async def test_no_body_makes_a_5xx(fields: dict[str, Any], path: str, is_valid_otherwise: bool) -> None:
-    body = ({"messages": GOOD_MESSAGES, "prompt": "x", "max_tokens": 3} if is_valid_otherwise else {}) | fields
+    body = (
+        {"messages": GOOD_MESSAGES, "prompt": "x", "max_tokens": 3} if is_valid_otherwise else {}
+    ) | fields
     async with service() as s:
         raw = json.dumps(body).encode()
         response = await s.client.post(path, content=raw, headers={"content-type": "application/json"})
@@ -254,7 +258,9 @@ async def test_no_body_makes_a_5xx(fields: dict[str, Any], path: str, is_valid_o
 @given(st.binary(max_size=60))
 async def test_no_bytes_make_a_5xx(raw: bytes) -> None:
     async with service() as s:
-        response = await s.client.post("/v1/completions", content=raw, headers={"content-type": "application/json"})
+        response = await s.client.post(
+            "/v1/completions", content=raw, headers={"content-type": "application/json"}
+        )
         assert response.status_code in (200, 400)
 
 
@@ -274,7 +280,9 @@ async def test_malformed_tool_history_never_fails_the_turn(arguments: Any) -> No
 
 
 async def send(client: httpx.AsyncClient, **fields: Any) -> httpx.Response:
-    return await client.post("/v1/chat/completions", json={"model": MODEL, "messages": GOOD_MESSAGES, **fields})
+    return await client.post(
+        "/v1/chat/completions", json={"model": MODEL, "messages": GOOD_MESSAGES, **fields}
+    )
 
 
 async def test_sampling_reaches_the_backend_as_asked() -> None:

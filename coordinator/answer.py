@@ -1,0 +1,166 @@
+"""An answer on its way to a client, streamed or whole, and the client's right to leave at any time.
+
+    Answer ─► peek ───────► BatonError: a real HTTP status
+               │  first piece, or peek_timeout_s of silence
+               ▼
+              200 ─► role chunks ─► chunks │ `: keep-alive` ─► [usage] ─► [DONE]
+                          └► error event, [DONE]; no finish_reason for what is broken
+
+The client's leaving is watched on `receive()` from the first moment on, not found out at the next write:
+during a long prefill nothing is written. Leaving closes every backend stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Iterator
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from contracts.config import CoordinatorConfig
+from contracts.errors import BatonError
+from coordinator.errors_http import encode_json, error_body, json_response, log_fault
+from coordinator.forms import Envelope, Form, make_form, spread
+from coordinator.job import Job, OutputPlan
+from coordinator.metrics import Metrics
+from coordinator.outputs import End, Outputs, Piece
+from engine.text.tokenizer import TextModel
+
+logger = logging.getLogger(__name__)
+
+_DONE = b"data: [DONE]\n\n"
+_KEEP_ALIVE = b": keep-alive\n\n"
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"connection", b"keep-alive"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class SlowReaderError(Exception):
+    """The client took no byte for slow_reader_timeout_s. Nobody is left to be told."""
+
+
+class Answer(Response):
+    """A response that generates while it is sent. Raises BatonError only before its first byte."""
+
+    def __init__(
+        self, job: Job, text: TextModel, outputs: Outputs, metrics: Metrics, config: CoordinatorConfig
+    ):
+        super().__init__()
+        self._job = job
+        self._text = text
+        self._outputs = outputs
+        self._metrics = metrics
+        self._config = config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write(message: Message) -> None:
+            try:
+                async with asyncio.timeout(self._config.slow_reader_timeout_s):
+                    await send(message)
+            except TimeoutError as error:
+                raise SlowReaderError from error
+
+        self._metrics.running(self._job.endpoint, +1)
+        try:
+            async with self._outputs:
+                work = self._stream(write) if self._job.params.stream else self._whole(scope, receive, write)
+                await unless_left(work, receive)
+        except SlowReaderError:
+            self._metrics.error(self._job.endpoint, "slow_reader")
+            logger.info("request %s: the client stopped reading", self._job.completion_id)
+        finally:
+            self._metrics.running(self._job.endpoint, -1)
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gathered: dict[OutputPlan, Piece] = {}
+        while (pieces := await self._outputs.take(None)) is not None:
+            for plan, piece in pieces.items():
+                gathered.setdefault(plan, Piece()).append(piece)
+        form, envelope = make_form(self._job, self._text), Envelope(self._job, self._text)
+        choices, ends = [], {}
+        for index, piece in spread((plan.indices, piece) for plan, piece in gathered.items()):
+            assert piece.end is not None, "an output ended without its end"
+            choices.append(form.whole(index, piece, piece.end))
+            ends[index] = piece.end
+        await json_response(envelope.whole(choices, ends))(scope, receive, send)
+
+    async def _stream(self, send: Send) -> None:
+        pieces = await self._outputs.take(self._config.peek_timeout_s)
+        self._outputs.raise_if_failed()  # until here an error has a status
+        await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
+        writer = _EventWriter(self._job, self._text)
+        pending = b"".join(writer.opening())
+        try:
+            while pieces is not None:
+                events = b"".join(writer.events(pieces)) if pieces else _KEEP_ALIVE
+                if pending or events:
+                    await send({"type": "http.response.body", "body": pending + events, "more_body": True})
+                pending = b""
+                pieces = await self._outputs.take(self._config.keep_alive_s)
+            tail = b"".join(writer.closing())
+        except BatonError as error:
+            log_fault(error, self._job.completion_id)
+            self._metrics.error(self._job.endpoint, error.code)
+            tail = event(error_body(error)) + _DONE
+        await send({"type": "http.response.body", "body": pending + tail, "more_body": False})
+
+
+class _EventWriter:
+    """Pieces to server-sent events, in an order that clients were measured to need."""
+
+    def __init__(self, job: Job, text: TextModel) -> None:
+        self._job = job
+        self._form: Form = make_form(job, text)
+        self._envelope = Envelope(job, text)
+        self._ends: dict[int, End] = {}
+
+    def opening(self) -> Iterator[bytes]:
+        """Role chunks of all choices, by index, before any text: a client may index a list with them."""
+        for index in range(self._job.num_choices):
+            choice = self._form.opening(index)
+            if choice is not None:
+                yield event(self._envelope.chunk(choice))
+
+    def events(self, pieces: dict[OutputPlan, Piece]) -> Iterator[bytes]:
+        wants_tokens = self._job.params.num_logprobs is not None
+        for index, piece in spread((plan.indices, piece) for plan, piece in pieces.items()):
+            if piece.text or (wants_tokens and piece.tokens):
+                yield event(self._envelope.chunk(self._form.delta(index, piece), piece.num_tokens))
+            if piece.end is not None:
+                self._ends[index] = piece.end
+                yield event(self._envelope.chunk(self._form.closing(index, piece.end), piece.end.num_tokens))
+
+    def closing(self) -> Iterator[bytes]:
+        if self._job.params.includes_usage:
+            yield event(self._envelope.usage_chunk(self._ends))
+        yield _DONE
+
+
+def event(content: object) -> bytes:
+    return b"data: " + encode_json(content) + b"\n\n"
+
+
+async def unless_left(work: Awaitable[None], receive: Receive) -> bool:
+    """Runs `work` to its end, or cancels it as soon as the client is gone. False if it was cancelled."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.create_task(_client_left(receive), name="disconnect-watcher")
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in (task, watcher):
+            each.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+    if task.cancelled():
+        return False
+    task.result()
+    return True
+
+
+async def _client_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

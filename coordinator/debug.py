@@ -1,0 +1,66 @@
+"""`/debug/kv`: the block audit of every worker, for operators.
+
+Answers on loopback, or to the admin key. Behind a proxy on the same host (Serve's own, for one) the TCP peer
+is always loopback, whoever asked; there the LAST address of X-Forwarded-For counts, because that one was
+written by the proxy that speaks to us, while the ones before it are whatever the client sent.
+"""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import asdict
+from ipaddress import IPv6Address, ip_address
+from typing import Any
+
+from starlette.requests import Request
+
+from contracts.errors import AuthenticationError, PermissionDenied
+from coordinator.backend import WorkerAudit
+
+
+def check_debug_access(request: Request, admin_key: str | None, sees_clients: bool = True) -> None:
+    """Raises AuthenticationError for a wrong key, PermissionDenied for a caller not known to be local.
+
+    `sees_clients` False: a proxy hides who asks, and may pass on an X-Forwarded-For that the client wrote, so
+    neither address nor header is believed.
+    """
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if admin_key is not None and scheme.lower() == "bearer" and key:
+        if hmac.compare_digest(key.strip().encode(), admin_key.encode()):
+            return
+        raise AuthenticationError("expected the admin key but got another one")
+    if not (sees_clients and _is_local(request)):
+        raise PermissionDenied("expected a caller on this machine, or the admin key (server.admin_key)")
+
+
+def audit_json(workers: list[WorkerAudit]) -> dict[str, Any]:
+    """The documented form: one flat object per worker, then who owns the blocks."""
+    return {"workers": [_worker(worker) for worker in workers]}
+
+
+def _worker(worker: WorkerAudit) -> dict[str, Any]:
+    return {
+        "worker_id": worker.worker_id,
+        "role": worker.role,
+        "pid": worker.pid,
+        "incarnation": worker.incarnation,
+        **asdict(worker.audit),
+        "owners": [asdict(owner) for owner in worker.owners],
+    }
+
+
+def _is_local(request: Request) -> bool:
+    if request.client is None or not _is_loopback(request.client.host):
+        return False
+    forwarded = request.headers.getlist("x-forwarded-for")
+    return not forwarded or _is_loopback(forwarded[-1].rpartition(",")[2].strip())
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        ip = ip_address(address)
+    except ValueError:
+        return False
+    if isinstance(ip, IPv6Address) and ip.ipv4_mapped is not None:
+        return ip.ipv4_mapped.is_loopback
+    return ip.is_loopback

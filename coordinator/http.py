@@ -1,0 +1,281 @@
+"""The HTTP edge: routes, ids, errors. `make_app(config, text, backend)` is all that the composition root
+needs.
+
+    body ─► JSON ─► parameters ─► prompt ids ─► limits ─► Job ─► Answer        every error before this: no
+    device time
+
+FastAPI is the container that Serve expects; bodies are read by body.py and schema.py, because its own
+validation answers in a form that no OpenAI client reads, and turns some bodies into a 500.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import re
+import secrets
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, TypeVar
+
+from fastapi import FastAPI
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from contracts.config import BatonConfig
+from contracts.errors import BatonError, ModelNotFoundError
+from coordinator.answer import Answer
+from coordinator.backend import Backend
+from coordinator.body import read_json
+from coordinator.debug import audit_json, check_debug_access
+from coordinator.errors_http import (
+    as_baton_error,
+    error_response,
+    from_http_exception,
+    json_response,
+    log_fault,
+)
+from coordinator.job import Endpoint, Job, check_num_choices, make_job
+from coordinator.metrics import CONTENT_TYPE, Metrics
+from coordinator.outputs import Outputs
+from coordinator.prompts import Prompt, chat_prompt, completion_prompts, read_messages, read_prompts
+from coordinator.schema import Params, parse_chat, parse_completion
+from coordinator.tokenize import detokenize, tokenize
+from engine.text.tokenizer import TextModel
+
+# Rendering and tokenising less than this takes well under 5 ms.
+_MAX_INLINE_BYTES = 4096
+_BODY_TIMEOUT_S = 60.0
+_SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_ENDPOINTS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/models": "models",
+    "/health": "health",
+    "/ready": "ready",
+    "/metrics": "metrics",
+    "/debug/kv": "debug",
+}
+
+Result = TypeVar("Result")
+
+
+def make_app(
+    config: BatonConfig,
+    text: TextModel,
+    backend: Backend,
+    metrics: Metrics | None = None,
+    sees_clients: bool = True,
+) -> FastAPI:
+    """The application. Every response, errors included, carries `x-request-id` and OpenAI's forms.
+
+    `sees_clients` False: peers' addresses say nothing about clients (a proxy that hides them stands before
+    this application), so /debug/* needs the admin key.
+    """
+    edge = Edge(config, text, backend, metrics or Metrics(), sees_clients)
+    app = FastAPI(
+        title="Baton",
+        openapi_url=None,
+        routes=[
+            Route("/v1/chat/completions", edge.chat, methods=["POST"]),
+            Route("/v1/completions", edge.completions, methods=["POST"]),
+            Route("/v1/models", edge.models, methods=["GET"]),
+            Route("/v1/models/{model_id:path}", edge.model, methods=["GET"]),
+            Route("/tokenize", edge.tokenize, methods=["POST"]),
+            Route("/detokenize", edge.detokenize, methods=["POST"]),
+            Route("/health", edge.health, methods=["GET"]),
+            Route("/ready", edge.ready, methods=["GET"]),
+            Route("/version", edge.version, methods=["GET"]),
+            Route("/metrics", edge.show_metrics, methods=["GET"]),
+            Route("/debug/kv", edge.debug_kv, methods=["GET"]),
+        ],
+    )
+    app.add_exception_handler(BatonError, edge.on_error)
+    app.add_exception_handler(HTTPException, edge.on_error)
+    app.add_middleware(RequestScope, edge=edge)
+    return app
+
+
+def baton_version() -> str:
+    try:
+        return version("baton")
+    except PackageNotFoundError:  # run from a checkout
+        return "0+checkout"
+
+
+class Edge:
+    """The routes, with what they share."""
+
+    def __init__(
+        self, config: BatonConfig, text: TextModel, backend: Backend, metrics: Metrics, sees_clients: bool
+    ) -> None:
+        self._config = config
+        self._sees_clients = sees_clients
+        self._text = text
+        self._backend = backend
+        self.metrics = metrics
+        self._model = config.model.served_name or text.name
+        self._card = {"id": self._model, "object": "model", "created": int(time.time()), "owned_by": "baton"}
+        metrics.watch_workers(lambda: backend.readiness().workers)
+
+    async def chat(self, request: Request) -> Response:
+        body = await self._body(request)
+        params, messages = parse_chat(body), read_messages(body)
+        self._check_model(params)
+        check_num_choices(params, 1, self._config.server.max_choices)
+        limit = self._backend.capacity().max_total_tokens
+        size = sum(len(message["content"]) for message in messages)
+        prompt = await off_loop(size, lambda: chat_prompt(self._text, messages, params, limit))
+        return self._answer("chat", params, [prompt])
+
+    async def completions(self, request: Request) -> Response:
+        body = await self._body(request)
+        params = parse_completion(body)
+        limit = self._backend.capacity().max_total_tokens
+        sources = read_prompts(body, self._text.vocab_size, self._config.server.max_choices, limit)
+        self._check_model(params)
+        check_num_choices(params, len(sources), self._config.server.max_choices)
+        size = sum(map(len, sources))
+        prompts = await off_loop(size, lambda: completion_prompts(self._text, sources, params, limit))
+        return self._answer("completions", params, prompts)
+
+    async def models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, request: Request) -> Response:
+        self._require_model(request.path_params["model_id"])
+        return json_response(self._model_card())
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._body(request)
+        limit = self._backend.capacity().max_total_tokens
+        work = functools.partial(tokenize, body, self._text, limit)
+        return json_response(await asyncio.to_thread(work))
+
+    async def detokenize(self, request: Request) -> Response:
+        return json_response(detokenize(await self._body(request), self._text))
+
+    async def health(self, request: Request) -> Response:
+        """The process answers; whether it can serve is /ready's business."""
+        return json_response({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        readiness = self._backend.readiness()
+        pools = {
+            pool.role: {"num_workers": pool.num_workers, "num_ready": pool.num_ready}
+            for pool in readiness.pools
+        }
+        content = {"is_ready": readiness.is_ready, "reason": readiness.reason, "pools": pools}
+        if readiness.is_ready:
+            return json_response(content)
+        return json_response(content, 503, {"Retry-After": "1"})
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": baton_version()})
+
+    async def show_metrics(self, request: Request) -> Response:
+        return Response(self.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    async def debug_kv(self, request: Request) -> Response:
+        check_debug_access(request, self._config.server.admin_key, self._sees_clients)
+        return json_response(audit_json(await self._backend.audit()))
+
+    async def on_error(self, request: Request, error: Exception) -> Response:
+        """Every error that has no response yet."""
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=499)  # nobody reads it
+        ours = (
+            from_http_exception(request, error) if isinstance(error, HTTPException) else as_baton_error(error)
+        )
+        log_fault(ours, request.scope.get("baton.request_id", ""))
+        self.metrics.error(endpoint_of(request.scope), ours.code)
+        response = error_response(ours)
+        if isinstance(error, HTTPException):
+            response.headers.update(error.headers or {})
+        return response
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        return await read_json(request, self._config.server.max_body_bytes, _BODY_TIMEOUT_S)
+
+    def _answer(self, endpoint: Endpoint, params: Params, prompts: list[Prompt]) -> Response:
+        job: Job = make_job(endpoint, self._model, params, prompts, self._text, self._backend.capacity())
+        for prompt in prompts:
+            self.metrics.prompt(len(prompt.ids))
+        coordinator = self._config.coordinator
+        outputs = Outputs(job, self._text, self._backend, self.metrics, coordinator.request_timeout_s)
+        return Answer(job, self._text, outputs, self.metrics, coordinator)
+
+    def _check_model(self, params: Params) -> None:
+        """A missing name means the one model there is."""
+        if params.model is not None:
+            self._require_model(params.model)
+
+    def _require_model(self, name: str) -> None:
+        if name != self._model:
+            raise ModelNotFoundError(f"model: expected {self._model!r} but got {name[:100]!r}", param="model")
+
+    def _model_card(self) -> dict[str, Any]:
+        return {**self._card, "max_model_len": self._backend.capacity().max_total_tokens}
+
+
+class RequestScope:
+    """Around everything: the request id, the count of responses, and the last net under an unforeseen
+    exception.
+
+    Pure ASGI: a framework middleware would hide the client's leaving from the routes.
+    """
+
+    def __init__(self, app: ASGIApp, edge: Edge) -> None:
+        self._app = app
+        self._edge = edge
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(scope)
+        scope["baton.request_id"] = request_id
+        has_started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+                self._edge.metrics.response(endpoint_of(scope), message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            if has_started:  # the server closes the connection, which is all that is left to say
+                raise
+            response = await self._edge.on_error(Request(scope), error)
+            await response(scope, receive, send_with_id)
+
+
+async def off_loop(size: int, work: Callable[[], Result]) -> Result:
+    """`work` in a thread if its input is long; the tokenizer lets other threads run meanwhile."""
+    return work() if size <= _MAX_INLINE_BYTES else await asyncio.to_thread(work)
+
+
+def endpoint_of(scope: Scope) -> str:
+    """The metric label of a path: a closed set, whatever clients ask for."""
+    path: str = scope["path"]
+    return "models" if path.startswith("/v1/models/") else _ENDPOINTS.get(path, "other")
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's own if it is sane, else a new one.
+
+    For the client's logs only: the engine has ids of its own.
+    """
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _SANE_ID.fullmatch(value.decode("latin-1")):
+            return str(value.decode("latin-1"))
+    return f"req_{secrets.token_hex(12)}"

@@ -1,0 +1,193 @@
+"""One HTTP generation request, planned: what the engine is asked for, and which choices each output answers.
+
+    parameters + prompts ─► limits (nothing is computed for what cannot fit) ─► Job
+
+A choice is `prompt_index * n + k`. At temperature 0 all k of a prompt are the same text, so one output
+answers them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Literal
+
+from contracts.errors import ContextLengthError, RequestError
+from contracts.request import GenerateRequest, SamplingParams
+from coordinator.backend import Capacity
+from coordinator.prompts import Prompt
+from coordinator.schema import Params
+from engine.text.tokenizer import TextModel
+
+Endpoint = Literal["chat", "completions"]
+
+_DEFAULT_COMPLETION_TOKENS = 16
+# Below this the division by the temperature overflows in low precision; the draw is an argmax anyway.
+_MIN_TEMPERATURE = 0.01
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OutputPlan:
+    """One output and the choices it answers. Compared by identity: it is a key, and prompts are long.
+
+    `request` None: the prompt is echoed and nothing is generated.
+    """
+
+    indices: tuple[int, ...]
+    prompt: Prompt
+    request: GenerateRequest | None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Everything about one HTTP request that does not change.
+
+    `completion_id` is what the client sees as `id`.
+    """
+
+    endpoint: Endpoint
+    completion_id: str
+    created: int
+    model: str
+    params: Params
+    plans: tuple[OutputPlan, ...]
+    prompts: tuple[Prompt, ...]
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Each prompt once, whatever n is."""
+        return sum(len(prompt.ids) for prompt in self.prompts)
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.params.n
+
+
+def make_job(
+    endpoint: Endpoint, model: str, params: Params, prompts: list[Prompt], text: TextModel, capacity: Capacity
+) -> Job:
+    """Raises ContextLengthError for what does not fit, RequestError for ids outside the vocabulary."""
+    prefix = "chatcmpl" if endpoint == "chat" else "cmpl"
+    completion_id = f"{prefix}-{uuid.uuid4().hex}"
+    entropy = secrets.randbits(63)
+    bias = _logit_bias(params, capacity.num_logits or text.vocab_size)
+    plans = []
+    for p, prompt in enumerate(prompts):
+        max_tokens = _max_tokens(endpoint, params, len(prompt.ids), capacity.max_total_tokens)
+        indices = range(p * params.n, (p + 1) * params.n)
+        if max_tokens == 0:
+            plans.append(OutputPlan(tuple(indices), prompt, None))
+            continue
+        for k, sampling in enumerate(_samplings(params, text, max_tokens, bias, p, entropy)):
+            is_shared = sampling.temperature == 0
+            request = GenerateRequest(
+                f"{completion_id}-{indices[k]}", prompt.ids, sampling, salt=params.cache_salt
+            )
+            plans.append(OutputPlan(tuple(indices) if is_shared else (indices[k],), prompt, request))
+    return Job(endpoint, completion_id, int(time.time()), model, params, tuple(plans), tuple(prompts))
+
+
+def check_num_choices(params: Params, num_prompts: int, max_choices: int) -> None:
+    """Raises RequestError if n × prompts is more than one request may ask for."""
+    if params.n * num_prompts > max_choices:
+        raise RequestError(
+            f"n: expected at most {max_choices} choices in all but got n={params.n} × {num_prompts} prompts",
+            param="n",
+        )
+
+
+def _max_tokens(endpoint: Endpoint, params: Params, prompt_len: int, limit: int) -> int:
+    """What the client asked for must fit; a default is cut to what fits."""
+    rest = limit - prompt_len
+    name, asked = params.token_limit
+    if rest < 1 and asked != 0:
+        raise ContextLengthError(
+            f"expected a prompt of at most {limit - 1} tokens (limit {limit}) but got {prompt_len}",
+            param="messages" if endpoint == "chat" else "prompt",
+        )
+    if asked is not None:
+        if asked > rest:
+            raise ContextLengthError(
+                f"{name}: expected prompt and output within {limit} tokens but got {prompt_len} + {asked}",
+                param=name,
+            )
+        return asked
+    return max(rest if endpoint == "chat" else min(rest, _DEFAULT_COMPLETION_TOKENS), 1)
+
+
+def _samplings(
+    params: Params,
+    text: TextModel,
+    max_tokens: int,
+    bias: tuple[tuple[int, float], ...],
+    prompt_index: int,
+    entropy: int,
+) -> list[SamplingParams]:
+    """One for each output of a prompt; one alone at temperature 0."""
+    defaults = text.sampling_defaults
+    temperature = _given(params.temperature, defaults.get("temperature", 1.0))
+    if 0 < temperature < _MIN_TEMPERATURE:
+        temperature = _MIN_TEMPERATURE
+    top_p = _given(params.top_p, defaults.get("top_p", 1.0))
+    top_k = int(_given(params.top_k, defaults.get("top_k", 0)))
+    found = []
+    for k in range(1 if temperature == 0 else params.n):
+        seed = (
+            derive_seed(entropy, prompt_index, k) if params.seed is None else derive_seed(params.seed, 0, k)
+        )
+        found.append(
+            SamplingParams(
+                max_tokens=max_tokens,
+                temperature=temperature,
+                # top_p=0 keeps the best token alone.
+                top_p=top_p if top_p > 0 else 1.0,
+                top_k=max(top_k, 0) if top_p > 0 else 1,
+                min_p=_given(params.min_p, defaults.get("min_p", 0.0)),
+                seed=seed,
+                presence_penalty=params.presence_penalty,
+                frequency_penalty=params.frequency_penalty,
+                repetition_penalty=_given(params.repetition_penalty, defaults.get("repetition_penalty", 1.0)),
+                logit_bias=bias,
+                min_tokens=min(params.min_tokens, max_tokens),
+                stop_token_ids=tuple(dict.fromkeys(params.stop_token_ids)),
+                ignore_eos=params.ignore_eos,
+                num_logprobs=params.num_logprobs,
+            )
+        )
+    return found
+
+
+def derive_seed(seed: int, prompt_index: int, choice: int) -> int:
+    """The client's own seed for its first choice; for the others a number that depends on nothing else.
+
+    int64.
+    """
+    if prompt_index == 0 and choice == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed},{prompt_index},{choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _logit_bias(params: Params, num_logits: int) -> tuple[tuple[int, float], ...]:
+    for token_id in params.stop_token_ids:
+        if token_id >= num_logits:
+            raise RequestError(
+                f"stop_token_ids: expected ids below {num_logits} but got {token_id}", param="stop_token_ids"
+            )
+    pairs: dict[int, float] = {}
+    for key, value in params.logit_bias.items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 12) or int(key) >= num_logits:
+            raise RequestError(
+                f"logit_bias: expected token ids from 0 to {num_logits - 1} as keys but got {key[:20]!r}",
+                param="logit_bias",
+            )
+        pairs[int(key)] = value
+    return tuple(sorted(pairs.items()))

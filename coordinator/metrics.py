@@ -1,0 +1,129 @@
+"""The coordinator's metrics: one registry per application, built from the table in contracts/metrics.py.
+
+What the coordinator sees itself is counted as it happens; what workers report is read from their last
+heartbeat when somebody asks (`/metrics`), so each series has one writer and a worker that is gone leaves no
+stale gauge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from contracts.metrics import BLOCK_STATES, BY_NAME, METRICS, MetricSpec
+from coordinator.backend import WorkerStatus
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_AT_SCRAPE = ("baton_worker_", "baton_link_")
+
+
+class Metrics:
+    """Writers by purpose; nobody outside touches a series by name."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._counters: dict[str, Counter] = {}
+        self._gauges: dict[str, Gauge] = {}
+        self._histograms: dict[str, Histogram] = {}
+        for spec in METRICS:
+            if not spec.name.startswith(_AT_SCRAPE):
+                self._add(spec)
+
+    def _add(self, spec: MetricSpec) -> None:
+        if spec.kind == "counter":
+            self._counters[spec.name] = Counter(spec.name, spec.help, spec.labels, registry=self._registry)
+        elif spec.kind == "gauge":
+            self._gauges[spec.name] = Gauge(spec.name, spec.help, spec.labels, registry=self._registry)
+        else:
+            self._histograms[spec.name] = Histogram(
+                spec.name, spec.help, spec.labels, registry=self._registry, buckets=spec.buckets
+            )
+
+    def watch_workers(self, workers: Callable[[], Iterable[WorkerStatus]]) -> None:
+        """Show these workers at every scrape."""
+        self._registry.register(_WorkerCollector(workers))
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def response(self, endpoint: str, status: int) -> None:
+        self._counters["baton_http_responses_total"].labels(endpoint, str(status)).inc()
+
+    def error(self, endpoint: str, code: str) -> None:
+        self._counters["baton_errors_total"].labels(endpoint, code).inc()
+
+    def running(self, endpoint: str, change: int) -> None:
+        self._gauges["baton_requests_running"].labels(endpoint).inc(change)
+
+    def prompt(self, num_tokens: int) -> None:
+        self._counters["baton_prompt_tokens_total"].inc(num_tokens)
+        self._histograms["baton_prompt_length_tokens"].observe(num_tokens)
+
+    def first_token(self, endpoint: str, ttft_s: float) -> None:
+        self._histograms["baton_ttft_seconds"].labels(endpoint).observe(ttft_s)
+        self._counters["baton_output_tokens_total"].inc()
+
+    def next_token(self, endpoint: str, itl_s: float) -> None:
+        self._histograms["baton_itl_seconds"].labels(endpoint).observe(itl_s)
+        self._counters["baton_output_tokens_total"].inc()
+
+    def ended(self, endpoint: str, outcome: str, e2e_s: float, num_tokens: int) -> None:
+        self._counters["baton_requests_total"].labels(endpoint, outcome).inc()
+        self._histograms["baton_e2e_seconds"].labels(endpoint).observe(e2e_s)
+        self._histograms["baton_output_length_tokens"].observe(num_tokens)
+
+    def cached(self, num_tokens: int) -> None:
+        self._counters["baton_cached_prompt_tokens_total"].inc(num_tokens)
+
+    def queued(self, seconds: float) -> None:
+        self._histograms["baton_queue_seconds"].observe(seconds)
+
+    def placed(self, route: str) -> None:
+        self._counters["baton_placements_total"].labels(route).inc()
+
+    def handed_off(self, num_bytes: int, exposed_s: float) -> None:
+        self._counters["baton_handoff_bytes_total"].inc(num_bytes)
+        self._histograms["baton_handoff_exposed_seconds"].observe(exposed_s)
+
+    def retried(self, code: str) -> None:
+        self._counters["baton_retries_total"].labels(code).inc()
+
+
+class _WorkerCollector(Collector):
+    def __init__(self, workers: Callable[[], Iterable[WorkerStatus]]) -> None:
+        self._workers = workers
+
+    def collect(self) -> Iterator[Metric]:
+        families = {spec.name: _family(spec) for spec in METRICS if spec.name.startswith(_AT_SCRAPE)}
+        for worker in self._workers():
+            for name, labels, value in _samples(worker):
+                families[name].add_metric(labels, value)
+        yield from families.values()
+
+
+def _family(spec: MetricSpec) -> CounterMetricFamily | GaugeMetricFamily:
+    kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+    return kind(spec.name, spec.help, labels=spec.labels)
+
+
+def _samples(worker: WorkerStatus) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    status = worker.status
+    who = (status.worker_id, worker.role)
+    yield "baton_worker_ready", who, float(status.is_ready)
+    yield "baton_worker_step_age_seconds", who, status.step_age_s
+    yield "baton_worker_requests", (*who, "running"), status.num_running
+    yield "baton_worker_requests", (*who, "waiting"), status.num_waiting
+    for state in BLOCK_STATES:
+        yield "baton_worker_blocks", (*who, state), getattr(status.audit, state)
+    for peer in status.peers:
+        link = (status.worker_id, peer.worker_id)
+        yield "baton_link_ready", link, float(peer.is_ready)
+        yield "baton_link_bytes_per_second", (*link, peer.transport), peer.gigabytes_per_s * 1e9
+    for name, value in status.counters.items():
+        # A newer worker may count what this table does not know yet.
+        if name in BY_NAME and BY_NAME[name].writer == "worker":
+            yield name, who, value

@@ -1,0 +1,232 @@
+"""Running a job's outputs: tokens from the backend become text, merged until a reader takes it.
+
+    one task per output:  backend ─► Token ─► Detokenizer ─► StopMatcher ─► Piece, appended to what waits
+    one reader:           take() ─► everything that waits, by output
+
+A slow reader finds larger pieces, never fewer: what waits for it is one growing Piece per output, bounded by
+max_tokens. Leaving the `async with` closes every backend stream, whatever the reason for leaving.
+
+An output ends with a Piece that has an `end`; an error ends the whole job, since half an answer is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from contracts.errors import DeadlineError, Fault
+from contracts.request import Finished, GenerateRequest, Token
+from coordinator.backend import Backend
+from coordinator.errors_http import as_baton_error
+from coordinator.job import Job, OutputPlan
+from coordinator.metrics import Metrics
+from engine.text.detokenizer import Detokenizer
+from engine.text.stops import StopMatcher
+from engine.text.tokenizer import TextModel
+
+# The backend keeps the deadline; this much later the edge stops believing that it will.
+_DEADLINE_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How an output ended. `stop_reason`: the stop string or stop token id, None for EOS and length.
+
+    `num_cached_tokens` None: unknown, because a stop string ended the output before the engine reported it.
+    """
+
+    reason: str
+    num_tokens: int
+    stop_reason: str | int | None = None
+    num_cached_tokens: int | None = 0
+
+
+@dataclass(slots=True)
+class Piece:
+    """A stretch of one output: its text, the tokens drawn in it, tokens drawn so far, and maybe the end.
+
+    With stop strings the text may lag behind the tokens; none of either is ever lost.
+    """
+
+    texts: list[str] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
+    num_tokens: int = 0
+    end: End | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def append(self, other: Piece) -> None:
+        self.texts += other.texts
+        self.tokens += other.tokens
+        self.num_tokens = other.num_tokens
+        self.end = other.end
+
+
+class OutputText:
+    """Tokens of one output to text; knows when a stop string has ended it. Pure: no I/O, no clock."""
+
+    def __init__(self, plan: OutputPlan, request: GenerateRequest, job: Job, text: TextModel) -> None:
+        params, sampling = job.params, request.sampling
+        self._detokenizer = Detokenizer(text, request.prompt_ids, params.skip_special_tokens)
+        self._stops = StopMatcher(params.stop, params.include_stop_str_in_output)
+        self._stop_ids = frozenset(sampling.stop_token_ids)
+        # A token that ends the output is counted and listed but is not text.
+        self._silent_ids = frozenset() if params.include_stop_str_in_output else self._stop_ids
+        if not sampling.ignore_eos:
+            self._silent_ids |= text.eos_ids
+        self._min_tokens = sampling.min_tokens
+        self._echo = plan.prompt.echo_text
+        self.num_tokens = 0
+
+    def push(self, token: Token) -> Piece:
+        """The piece for one token; its `end` is set if a stop string is complete."""
+        self.num_tokens += 1
+        fresh = "" if token.token_id in self._silent_ids else self._detokenizer.push(token.token_id)
+        shown = self._stops.push(fresh, can_stop=self.num_tokens > self._min_tokens)
+        stop = self._stops.matched
+        end = None if stop is None else End("stop", self.num_tokens, stop, None)
+        return Piece([self._echoed(shown)], [token], self.num_tokens, end)
+
+    def finish(self, finished: Finished) -> Piece:
+        """The last piece, when the engine ended the output. What was held back comes out."""
+        tail = self._stops.push(self._detokenizer.flush(), can_stop=self.num_tokens >= self._min_tokens)
+        stop = self._stops.matched
+        if stop is not None:  # completed by the replacement of a broken character at the very end
+            end = End("stop", self.num_tokens, stop, finished.num_cached_tokens)
+            return Piece([self._echoed(tail)], [], self.num_tokens, end)
+        stop_id = finished.stop_token_id if finished.stop_token_id in self._stop_ids else None
+        end = End(finished.reason, self.num_tokens, stop_id, finished.num_cached_tokens)
+        return Piece([self._echoed(tail + self._stops.flush())], [], self.num_tokens, end)
+
+    def _echoed(self, shown: str) -> str:
+        echo, self._echo = self._echo, ""
+        return echo + shown
+
+
+class Outputs:
+    """All outputs of one job, as an async context; see the module docstring."""
+
+    def __init__(
+        self, job: Job, text: TextModel, backend: Backend, metrics: Metrics, timeout_s: float
+    ) -> None:
+        self._job = job
+        self._text = text
+        self._backend = backend
+        self._metrics = metrics
+        self._timeout_s = timeout_s
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting: dict[OutputPlan, Piece] = {}
+        self._num_open = len(job.plans)
+        self._error: BaseException | None = None
+        self._news = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        for plan in self._job.plans:
+            self._tasks.add(asyncio.create_task(self._run(plan), name=f"output-{self._job.completion_id}"))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def take(self, timeout_s: float | None) -> dict[OutputPlan, Piece] | None:
+        """What came since the last call; {} if nothing did within `timeout_s`; None when all outputs have
+        ended.
+
+        Raises BatonError if the job failed, after the text that came before the failure was taken.
+        """
+        if not self._waiting and self._error is None and self._num_open:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._news.wait()
+            except TimeoutError:
+                return {}
+        self._news.clear()
+        waiting, self._waiting = self._waiting, {}
+        if waiting:
+            return waiting
+        if self._error is not None:
+            raise as_baton_error(self._error)
+        return None if not self._num_open else {}
+
+    def raise_if_failed(self) -> None:
+        """For a reader that has shown nothing yet, and so prefers the failure to what came before it."""
+        if self._error is not None:
+            raise as_baton_error(self._error)
+
+    def _put(self, plan: OutputPlan, piece: Piece) -> None:
+        if plan in self._waiting:
+            self._waiting[plan].append(piece)
+        else:
+            self._waiting[plan] = piece
+        if piece.end is not None:
+            self._num_open -= 1
+        self._news.set()
+
+    async def _run(self, plan: OutputPlan) -> None:
+        if plan.request is None:
+            self._put(plan, Piece([plan.prompt.echo_text], end=End("length", 0)))
+            return
+        outcome, output = "error", OutputText(plan, plan.request, self._job, self._text)
+        try:
+            async with asyncio.timeout(self._timeout_s + _DEADLINE_GRACE_S):
+                last = await self._generate(plan, plan.request, output)
+            assert last.end is not None
+            outcome = last.end.reason
+            self._put(plan, last)
+        except asyncio.CancelledError:
+            outcome = "cancelled"
+            raise
+        except TimeoutError:
+            self._fail(DeadlineError(f"the request was not done after {self._timeout_s:g} s"))
+        except Exception as error:  # the task's outer edge: the job ends with it
+            self._fail(error)
+        finally:
+            outcome = outcome if outcome in ("stop", "length", "cancelled") else "error"
+            e2e_s = time.monotonic() - self._job.started
+            self._metrics.ended(self._job.endpoint, outcome, e2e_s, output.num_tokens)
+
+    async def _generate(self, plan: OutputPlan, request: GenerateRequest, output: OutputText) -> Piece:
+        """Puts pieces as tokens come, and returns the last one when the backend is done or told to stop."""
+        stream = self._backend.generate(request, self._timeout_s)
+        previous: float | None = None
+        try:
+            async for item in stream:
+                if isinstance(item, Finished):
+                    self._metrics.cached(item.num_cached_tokens)
+                    return output.finish(item)
+                previous = self._observe(previous)
+                piece = output.push(item)
+                if piece.end is not None:
+                    return piece
+                self._put(plan, piece)
+        finally:
+            # Before the end is shown: the client must not see it while the engine still works for this
+            # output.
+            await stream.aclose()
+        raise Fault(f"expected a terminal event but the stream of {request.request_id} just ended")
+
+    def _observe(self, previous: float | None) -> float:
+        now = time.monotonic()
+        if previous is None:
+            self._metrics.first_token(self._job.endpoint, now - self._job.started)
+        else:
+            self._metrics.next_token(self._job.endpoint, now - previous)
+        return now
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = error
+        current = asyncio.current_task()
+        for task in self._tasks:
+            if task is not current:
+                task.cancel()
+        self._news.set()

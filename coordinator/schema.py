@@ -1,0 +1,282 @@
+"""A client's body as typed parameters: what is built, in range; what is not built, refused by name.
+
+Three kinds of fields:
+
+    known      validated here; null means absent, as every client library assumes
+    refused    known to the world, not built, and dropping it would change the answer: UnsupportedError naming
+    it anything   accepted and ignored, because real clients send extras (`user`, `metadata`, `store`, …)
+
+Messages and prompts have too many forms for a schema with readable errors; prompts.py reads them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
+
+from contracts.errors import RequestError, UnsupportedError
+
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1000
+MAX_TOP_LOGPROBS = 20
+_MAX_SHOWN = 60
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class StreamOptions(BaseModel):
+    """`include_obfuscation` and unknown keys are ignored."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Params(BaseModel):
+    """What both endpoints share. None: the model's or OpenAI's default."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+    model: str | None = Field(None, max_length=512)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=1 << 31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    n: int = Field(1, ge=1)
+    stop: Annotated[list[Stop], FailFast(), Field(max_length=MAX_STOPS), BeforeValidator(_as_list)] = []
+    stop_token_ids: Annotated[list[TokenId], FailFast(), Field(max_length=128)] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
+    max_tokens: int | None = Field(None, ge=1)
+    logit_bias: dict[str, Bias] = Field({}, max_length=4096)
+    skip_special_tokens: bool = True
+    return_tokens_as_token_ids: bool = False
+    cache_salt: str = Field("", max_length=128, pattern=r"^[^@/\\\x00]*$")
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    echo: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, body: Any) -> Any:
+        return {key: value for key, value in body.items() if value is not None}
+
+    @property
+    def token_limit(self) -> tuple[str, int | None]:
+        """(name of the field that counts, its value)."""
+        return "max_tokens", self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives wanted per token; None: no logprobs at all."""
+        raise NotImplementedError
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        return self.includes_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+
+class ChatParams(Params):
+    """`POST /v1/chat/completions`."""
+
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] = Field({}, max_length=64)
+
+    @property
+    def token_limit(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+
+class CompletionParams(Params):
+    """`POST /v1/completions`."""
+
+    max_tokens: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    best_of: int | None = Field(None, ge=1)
+    add_special_tokens: bool = True
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+# Field -> values that ask for nothing, and so may pass. Any other value is refused.
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "functions": ([],),
+    "function_call": ("none",),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "prompt_logprobs": (),
+    "logprob_token_ids": ([],),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "truncate_prompt_tokens": (),
+    "documents": ([],),
+    "chat_template": (),
+    "mm_processor_kwargs": ({},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "regex": (),
+    "ebnf": (),
+    "json_schema": (),
+    "grammar": (),
+    "stop_regex": ([],),
+    "no_stop_trim": (False,),
+    "input_ids": (),
+    "input_embeds": (),
+    "prompt_embeds": (),
+    "lora_path": (),
+    "logits_processors": ([],),
+    "return_token_ids": (False,),
+    "repetition_detection": (),
+    "thinking_token_budget": (),
+    "suffix": ("",),
+}
+
+AnyParams = TypeVar("AnyParams", bound=Params)
+
+
+def parse_chat(body: dict[str, Any]) -> ChatParams:
+    """Raises RequestError naming the first field that is wrong, UnsupportedError for one that is not built."""
+    params = _validated(ChatParams, body)
+    if params.top_logprobs and not params.logprobs:
+        raise RequestError("top_logprobs: expected logprobs=true beside it", param="top_logprobs")
+    if params.add_generation_prompt and params.continue_final_message:
+        # The default of the first is no wish of the client's.
+        if body.get("add_generation_prompt") is not None:
+            raise RequestError(
+                "continue_final_message: expected add_generation_prompt=false beside it but both are true",
+                param="continue_final_message",
+            )
+        params = params.model_copy(update={"add_generation_prompt": False})
+    taken = {
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+    }
+    for key in sorted(taken & params.chat_template_kwargs.keys()):
+        raise UnsupportedError(
+            f"chat_template_kwargs.{key}: cannot be set here", param="chat_template_kwargs"
+        )
+    return params
+
+
+def parse_completion(body: dict[str, Any]) -> CompletionParams:
+    """Raises RequestError naming the first field that is wrong, UnsupportedError for one that is not built."""
+    if body.get("logprobs") is False:
+        body = {**body, "logprobs": None}
+    params = _validated(CompletionParams, body)
+    if params.best_of is not None and params.best_of > 1:
+        raise UnsupportedError("best_of: only 1 is supported", param="best_of")
+    if params.max_tokens == 0 and not params.echo:
+        raise RequestError("max_tokens: expected at least 1 (0 only with echo) but got 0", param="max_tokens")
+    if params.echo and params.logprobs is not None:
+        raise UnsupportedError("echo: not supported together with logprobs", param="echo")
+    return params
+
+
+def _validated(kind: type[AnyParams], body: dict[str, Any]) -> AnyParams:
+    _refuse_unbuilt(body)
+    try:
+        params = kind.model_validate(body)
+    except ValidationError as error:
+        raise _explained(error) from None
+    if params.stream_options is not None and not params.stream:
+        raise RequestError("stream_options: expected stream=true beside it", param="stream_options")
+    _, limit = params.token_limit
+    if limit is not None and params.min_tokens > limit:
+        raise RequestError(
+            f"min_tokens: expected at most max_tokens={limit} but got {params.min_tokens}", param="min_tokens"
+        )
+    return params
+
+
+def _refuse_unbuilt(body: dict[str, Any]) -> None:
+    _check_response_format(body.get("response_format"))
+    for name, inert in _REFUSED.items():
+        value = body.get(name)
+        if value is not None and not any(type(value) is type(item) and value == item for item in inert):
+            raise UnsupportedError(f"{name}: not supported by this server", param=name)
+    choice = body.get("tool_choice")
+    if choice not in (None, "none", "auto"):
+        raise RequestError("tool_choice: expected tools beside it", param="tool_choice")
+    modalities = body.get("modalities")
+    if modalities not in (None, [], ["text"]):
+        raise UnsupportedError("modalities: only text is supported", param="modalities")
+
+
+def _check_response_format(value: Any) -> None:
+    if value is None:
+        return
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return
+    if kind in ("json_object", "json_schema", "structural_tag", "grammar"):
+        raise UnsupportedError(
+            f"response_format: {kind} is not supported by this server", param="response_format"
+        )
+    raise RequestError(
+        f"response_format: expected type text, json_object or json_schema but got {shown(kind)}",
+        param="response_format",
+    )
+
+
+def _explained(error: ValidationError) -> RequestError:
+    """The first problem, in one line; values are cut, a caller may have sent megabytes."""
+    detail = error.errors(include_url=False, include_context=False)[0]
+    path = detail["loc"]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:_MAX_SHOWN]
+    message = detail["msg"][:1].lower() + detail["msg"][1:]
+    return RequestError(f"{where}: {message} but got {shown(detail['input'])}", param=str(path[0]))
+
+
+def shown(value: Any) -> str:
+    """A value for a message: short whatever it is, and without walking through a large one."""
+    if isinstance(value, dict | list):
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    if isinstance(value, str):
+        value = value[:_MAX_SHOWN]
+    return repr(value)[:_MAX_SHOWN]

@@ -1,0 +1,1 @@
+"""The prefill phase: reads prompts, publishes their KV, draws the first token."""

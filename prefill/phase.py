@@ -1,0 +1,270 @@
+"""Which prompt tokens run next, and what becomes of a prompt that is through.
+
+    add ──► waiting ──blocks──► running ──last chunk──► in_handoff ──handed_off──► gone          (with a sink)
+      └──── hold given ───────────┘  └───────────────► adopted by decode, or ended              (without: local)
+    recompute ──► front of waiting (preempted by decode: computes prompt + outputs, draws the NEXT token, re-adopts)
+
+Who releases the blocks, by state and event:
+
+    state        finished at once     step failed          cancel                 handed_off
+    waiting      -                    -                    none held              -
+    running      -                    local: here          local: here            here
+                                      sink: handed_off     sink: handed_off
+    in_handoff   handed_off           -                    handed_off             here
+
+With a sink, blocks may be read by the transfer until the worker calls `handed_off`, whatever else happened before;
+until then they stay in_handoff. A job tells the outside its events before it tells its sink, so that a transfer that
+is over at once cannot overtake the token or the end.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from contracts.config import EngineConfig
+from contracts.errors import BatonError, OverloadedError
+from contracts.messages import HandoffState
+from contracts.request import Token
+from engine.blocks import BlockPool, Hold, HoldState
+from engine.loop import Budget, Emit, EndEvent, Event, Result, TokenEvent, Work
+from engine.sequence import EndRules, Sequence
+
+
+class KvSink(Protocol):
+    """Where the KV of one prompt goes. Thread-safe, never blocks.
+
+    `ready` comes first when the blocks exist (with the tokens already cached, maybe 0) and after every chunk; then
+    exactly one of `finish` and `abort`, unless the request is cancelled: then the canceller aborts.
+    """
+
+    def ready(self, num_tokens: int) -> None:
+        """KV of tokens [0, num_tokens) is computed and may be read until the handoff is done."""
+
+    def finish(self, state: HandoffState) -> None:
+        """Nothing more comes; pass `state` on."""
+
+    def abort(self, error: BatonError | None) -> None:
+        """No handoff: None because none is needed, else because of `error`. Maybe before any `ready`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    seq: Sequence
+    sink: KvSink | None
+    is_recompute: bool = False
+
+
+class PrefillPhase:
+    """First come, first served; several short prompts share a step, a long one is computed in chunks.
+
+    All methods on the engine thread. `adopt` takes over local sequences with their first token drawn and emitted.
+    """
+
+    name = "prefill"
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        config: EngineConfig,
+        ends: EndRules,
+        emit: Emit,
+        adopt: Callable[[Sequence], None],
+    ) -> None:
+        self._pool = pool
+        self._config = config
+        self._ends = ends
+        self._emit = emit
+        self._adopt = adopt
+        self.waiting: OrderedDict[str, _Job] = OrderedDict()
+        self.running: dict[str, _Job] = {}
+        self.in_handoff: dict[str, _Job] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    # --- commands ---------------------------------------------------------------------------------------------------
+
+    def add(self, seq: Sequence, sink: KvSink | None, hold: Hold | None) -> None:
+        """Compute `seq`'s known tokens and draw the next: into `hold` (local), or into blocks of its own for `sink`.
+
+        Too many waiting, or a prompt longer than the whole pool: ended at once with OverloadedError.
+        A `hold` that is released already means that the cancellation overtook the command: ignored.
+        """
+        job = _Job(seq, sink)
+        if hold is not None:
+            if not hold.is_released:
+                self._begin(job, hold)
+        elif not self._pool.can_ever_hold(seq.num_tokens):
+            self._refuse(job, f"{seq.num_tokens} tokens do not fit {self._pool.num_blocks} blocks")
+        elif len(self.waiting) >= self._config.max_waiting:
+            self._refuse(job, f"{len(self.waiting)} prompts are waiting already")
+        else:
+            self.waiting[seq.request_id] = job
+
+    def recompute(self, seq: Sequence) -> None:
+        """Compute a preempted sequence again, before all others; it holds no blocks. It is never refused."""
+        self.waiting[seq.request_id] = _Job(seq, None, is_recompute=True)
+        self.waiting.move_to_end(seq.request_id, last=False)
+
+    def cancel(self, request_id: str) -> Hold | None:
+        """Forget the request, in any state; unknown ids are ignored. No event is emitted for it any more.
+
+        With a sink, the caller aborts the transfer next; the returned hold is what the transfer may still read, and
+        is released by `handed_off`. Without one, blocks are free on return.
+        """
+        job = self.waiting.pop(request_id, None) or self.running.pop(request_id, None)
+        job = job or self.in_handoff.get(request_id)
+        if job is None:
+            return None
+        job.seq.is_ended = True
+        if job.sink is not None and job.seq.hold is not None:
+            return self._leave(job)
+        self._release(job)
+        return None
+
+    def handed_off(self, request_id: str, error: BatonError | None) -> None:
+        """The transfer is over and reads no block any more: release them (what is published stays as cache).
+
+        The end of the request is the worker's to tell, except where this phase has told it before. With `error`
+        the request may still be computing: that stops here.
+        """
+        job = self.in_handoff.pop(request_id, None) or self.running.pop(request_id, None)
+        job = job or self.waiting.pop(request_id, None)
+        if job is not None:
+            job.seq.is_ended = True
+            self._release(job)
+
+    # --- engine.loop.Phase ------------------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running or self.in_handoff)
+
+    def propose(self, budget: Budget) -> list[Work]:
+        """Chunks in order of arrival until the step's share is used up; fewer beside running decodes."""
+        share = self._config.max_chunk_tokens
+        if budget.num_decodes:
+            share = min(share, self._config.chunk_with_decodes)
+        left = share = min(share, budget.num_tokens)
+        works: list[Work] = []
+        for job in self.running.values():
+            if left == 0:
+                break
+            left -= self._propose(job, left, works)
+        while left > 0 and self.waiting:
+            job = next(iter(self.waiting.values()))
+            if not self._try_start(job):
+                break  # nobody overtakes: a long prompt would starve behind short ones
+            left -= self._propose(job, left, works)
+        budget.num_tokens -= share - left
+        return works
+
+    def take(self, results: list[Result]) -> list[Event]:
+        return [event for result in results for event in self._advance(result)]
+
+    def fail(self, works: list[Work], error: BatonError) -> list[Event]:
+        events: list[Event] = []
+        for work in works:
+            job = self.running.pop(work.seq.request_id)
+            job.seq.is_ended = True
+            end = EndEvent(work.seq.request_id, error=error)
+            if job.sink is None:
+                self._release(job)
+                events.append(end)
+            else:
+                self._leave(job)
+                self._emit([end])
+                job.sink.abort(error)
+        return events
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _propose(self, job: _Job, left: int, works: list[Work]) -> int:
+        num_tokens = min(job.seq.num_uncomputed, left)
+        works.append(Work(job.seq, num_tokens, wants_token=num_tokens == job.seq.num_uncomputed))
+        return num_tokens
+
+    def _try_start(self, job: _Job) -> bool:
+        seq = job.seq
+        num_tokens = seq.num_tokens
+        if job.sink is None and self._pool.can_ever_hold(num_tokens + 1):
+            num_tokens += 1  # room for the token drawn here, or decode might preempt it again at once
+        hold = self._pool.acquire(
+            seq.request_id, seq.token_ids, num_tokens, HoldState.RUNNING, seq.request.salt
+        )
+        if hold is None:
+            return False
+        del self.waiting[seq.request_id]
+        self._begin(job, hold)
+        return True
+
+    def _begin(self, job: _Job, hold: Hold) -> None:
+        seq = job.seq
+        seq.hold = hold
+        seq.num_computed = hold.num_cached_tokens
+        if not job.is_recompute:
+            seq.num_cached_tokens = min(hold.num_cached_tokens, seq.num_prompt)
+        self._pool.move(hold, HoldState.RUNNING)
+        self.running[seq.request_id] = job
+        if job.sink is not None:
+            job.sink.ready(seq.num_computed)
+
+    def _advance(self, result: Result) -> list[Event]:
+        seq = result.work.seq
+        job = self.running[seq.request_id]
+        assert seq.hold is not None
+        self._pool.publish(seq.hold, seq.token_ids, seq.num_computed)
+        if job.sink is not None:
+            job.sink.ready(seq.num_computed)
+        if result.token is None:
+            return []
+        del self.running[seq.request_id]
+        seq.append(result.token.token_id)
+        return self._complete(job, result.token)
+
+    def _complete(self, job: _Job, token: Token) -> list[Event]:
+        """All is computed and `token` drawn: the end, the handoff, or on to decode."""
+        seq = job.seq
+        finished = self._ends.finished(seq)
+        events: list[Event] = [TokenEvent(seq.request_id, token)]
+        if finished is not None:
+            seq.is_ended = True
+            events.append(EndEvent(seq.request_id, finished))
+        if job.sink is not None:
+            self._leave(job)
+            self._emit(events)
+            if finished is None:
+                job.sink.finish(HandoffState(token, seq.num_cached_tokens))
+            else:
+                job.sink.abort(None)
+            return []
+        if finished is not None:
+            self._release(job)
+        else:
+            self._adopt(seq)
+        return events
+
+    def _leave(self, job: _Job) -> Hold:
+        """From here on only the transfer needs the blocks."""
+        assert job.seq.hold is not None
+        self._pool.move(job.seq.hold, HoldState.IN_HANDOFF)
+        self.in_handoff[job.seq.request_id] = job
+        return job.seq.hold
+
+    def _refuse(self, job: _Job, reason: str) -> None:
+        error = OverloadedError(reason, retry_after_s=1.0)
+        job.seq.is_ended = True
+        self._emit([EndEvent(job.seq.request_id, error=error)])
+        if job.sink is not None:
+            job.sink.abort(error)
+
+    def _release(self, job: _Job) -> None:
+        if job.seq.hold is not None:
+            self._pool.release(job.seq.hold)

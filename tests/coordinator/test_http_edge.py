@@ -1,0 +1,316 @@
+"""Around the answers: errors, headers, ids, health, models, metrics, the block audit."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from typing import Any
+
+import pytest
+
+from contracts.errors import BatonError, DeadlineError, EngineError, Fault, OverloadedError, WorkerLostError
+from contracts.metrics import METRICS
+from contracts.request import Finished
+from coordinator.errors_http import error_headers
+from coordinator.http import off_loop
+from coordinator.metrics import Metrics
+from tests.coordinator.fake_backend import reply
+from tests.coordinator.http_tools import MODEL, TEXT, error_of, make_config, service
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)]
+)
+async def test_unknown_routes_and_methods_answer_in_openai_form(method: str, path: str, status: int) -> None:
+    async with service() as s:
+        response = await s.client.request(method, path)
+        assert response.status_code == status
+        assert error_of(response)["type"] == "invalid_request_error"
+        assert response.headers["x-request-id"]
+
+
+async def test_an_unknown_model_is_404_and_a_missing_name_is_the_one_model() -> None:
+    async with service() as s:
+        for path, prompt in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {})):
+            messages = [{"role": "user", "content": "hi"}]
+            response = await s.client.post(path, json={"model": "nope", "messages": messages, **prompt})
+            assert response.status_code == 404
+            assert (error_of(response)["param"], error_of(response)["code"]) == ("model", "model_not_found")
+            assert (await s.client.post(path, json={"messages": messages, **prompt})).status_code == 200
+
+
+async def test_a_listed_model_can_be_fetched_with_slashes_too() -> None:
+    async with service(config=make_config(model={"served_name": "org/name"}), max_total_tokens=77) as s:
+        listed = (await s.client.get("/v1/models")).json()
+        assert listed["object"] == "list"
+        card = listed["data"][0]
+        assert (card["id"], card["object"], card["max_model_len"]) == ("org/name", "model", 77)
+        for path in ("/v1/models/org/name", "/v1/models/org%2Fname"):
+            assert (await s.client.get(path)).json() == card
+        assert (await s.client.get("/v1/models/other")).status_code == 404
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "code", "headers"),
+    [
+        (OverloadedError("queue is full", retry_after_s=2.2), 503, "overloaded", {"retry-after": "3"}),
+        (OverloadedError("draining"), 503, "overloaded", {"retry-after": "1"}),
+        (OverloadedError("far", retry_after_s=9999), 503, "overloaded", {"retry-after": "120"}),
+        (WorkerLostError("decode-0 died"), 503, "worker_lost", {"retry-after": "1"}),
+        (DeadlineError("too late"), 504, "timeout", {"x-should-retry": "false"}),
+        (EngineError("secret inside"), 500, "internal_error", {}),
+        (ZeroDivisionError("secret inside"), 500, "internal_error", {}),
+    ],
+)
+async def test_an_error_before_the_first_token_has_its_status(
+    stream: bool, error: Exception, status: int, code: str, headers: dict[str, str]
+) -> None:
+    async with service(lambda request: [error]) as s:
+        response = await s.chat(stream=stream)
+        assert response.status_code == status
+        assert error_of(response)["code"] == code
+        assert "secret" not in response.text
+        assert headers.items() <= dict(response.headers).items()
+
+
+async def test_an_answer_that_is_not_streamed_is_whole_or_an_error() -> None:
+    async with service(lambda request: [72, 105, WorkerLostError("decode-0 died")]) as s:
+        response = await s.chat()
+        assert (response.status_code, error_of(response)["code"]) == (503, "worker_lost")
+
+
+async def test_one_failed_choice_fails_the_request_and_stops_the_others() -> None:
+    forever = asyncio.Event()
+
+    def script(request: Any) -> list[Any]:
+        return [OverloadedError("full")] if request.request_id.endswith("-1") else [72, forever]
+
+    async with service(script) as s:
+        assert (await s.chat(n=3, temperature=1)).status_code == 503
+        assert (await s.chat(n=3, temperature=1, stream=True)).status_code == 503
+        assert len(s.backend.ended) == len(s.backend.requests)
+
+
+async def test_a_backend_without_terminal_event_is_our_fault() -> None:
+    async with service() as s:
+
+        async def silent(request: Any, deadline_s: float | None) -> Any:
+            return
+            yield
+
+        s.backend.generate = silent  # type: ignore[method-assign, assignment]
+        assert (await s.chat()).status_code == 500
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_edge_keeps_the_deadline_if_the_backend_does_not(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.outputs._DEADLINE_GRACE_S", 0.0)
+    async with service(config=make_config(coordinator={"request_timeout_s": 0.02})) as s:
+
+        async def stuck(request: Any, deadline_s: float | None) -> Any:
+            await asyncio.Event().wait()
+            yield Finished("stop")
+
+        s.backend.generate = stuck  # type: ignore[method-assign, assignment]
+        response = await s.chat(stream=stream)
+        assert (response.status_code, error_of(response)["code"]) == (504, "timeout")
+
+
+async def test_a_sane_request_id_comes_back_and_others_are_replaced() -> None:
+    async with service() as s:
+        for stream in (False, True):
+            response = await s.client.post(
+                "/v1/chat/completions",
+                json={"messages": [{"role": "user", "content": "x"}], "stream": stream},
+                headers={"X-Request-Id": "conf-123"},
+            )
+            assert response.headers["x-request-id"] == "conf-123"
+        for bad in ("x" * 129, "a b", "é".encode("latin-1").decode("latin-1")):
+            found = (await s.client.get("/nope", headers={"X-Request-Id": bad.encode("latin-1")})).headers
+            assert re.fullmatch(r"req_[0-9a-f]{24}", found["x-request-id"])
+        assert not any("conf-123" in request.request_id for request in s.backend.requests)
+
+
+async def test_health_is_the_process_and_ready_is_the_service() -> None:
+    async with service() as s:
+        assert (await s.client.get("/health")).json() == {"status": "ok"}
+        ready = await s.client.get("/ready")
+        assert (ready.status_code, ready.json()["pools"]["decode"]) == (
+            200,
+            {"num_workers": 1, "num_ready": 1},
+        )
+        s.backend.is_ready = False
+        ready = await s.client.get("/ready")
+        assert (ready.status_code, ready.json()["reason"]) == (503, "no decode worker")
+        assert (await s.client.get("/health")).status_code == 200
+        assert (await s.client.get("/version")).json()["version"]
+
+
+async def test_the_audit_has_the_documented_form() -> None:
+    async with service() as s:
+        workers = (await s.client.get("/debug/kv")).json()["workers"]
+        assert workers == [
+            {
+                "worker_id": "prefill-0",
+                "role": "prefill",
+                "pid": 42,
+                "incarnation": 3,
+                "total": 8,
+                "free": 6,
+                "cached": 1,
+                "running": 1,
+                "reserved": 0,
+                "in_handoff": 0,
+                "quarantined": 0,
+                "owners": [{"request_id": "r", "state": "running", "num_blocks": 1, "age_s": 0.5}],
+            }
+        ]
+
+
+@pytest.mark.parametrize(
+    ("peer", "forwarded", "key", "status"),
+    [
+        ("127.0.0.1", None, None, 200),
+        ("::1", None, None, 200),
+        ("::ffff:127.0.0.1", None, None, 200),
+        ("10.0.0.5", None, None, 403),
+        ("127.0.0.1", "10.0.0.5", None, 403),
+        ("127.0.0.1", "127.0.0.1, 10.0.0.5", None, 403),
+        ("127.0.0.1", "10.0.0.5, 127.0.0.1", None, 200),
+        ("127.0.0.1", "nonsense", None, 403),
+        ("10.0.0.5", "127.0.0.1", None, 403),
+        ("10.0.0.5", None, "secret", 200),
+        ("10.0.0.5", None, "wrong", 401),
+        ("127.0.0.1", None, "wrong", 401),
+    ],
+)
+async def test_the_audit_answers_on_loopback_or_to_the_admin_key(
+    peer: str, forwarded: str | None, key: str | None, status: int
+) -> None:
+    headers = {"x-forwarded-for": forwarded} if forwarded else {}
+    headers |= {"authorization": f"Bearer {key}"} if key else {}
+    async with service(config=make_config(server={"admin_key": "secret"}), peer=peer) as s:
+        response = await s.client.get("/debug/kv", headers=headers)
+        assert response.status_code == status
+        if status != 200:
+            error_of(response)
+
+
+@pytest.mark.parametrize("forwarded", [None, "127.0.0.1"])
+async def test_behind_a_proxy_that_hides_clients_only_the_key_opens_the_audit(forwarded: str | None) -> None:
+    headers = {"x-forwarded-for": forwarded} if forwarded else {}
+    config = make_config(server={"admin_key": "secret"})
+    async with service(config=config, sees_clients=False) as s:
+        assert (await s.client.get("/debug/kv", headers=headers)).status_code == 403
+        with_key = {**headers, "authorization": "Bearer secret"}
+        assert (await s.client.get("/debug/kv", headers=with_key)).status_code == 200
+
+
+def test_metrics_hear_what_the_flow_tells() -> None:
+    metrics = Metrics()
+    metrics.queued(0.3)
+    metrics.placed("remote")
+    metrics.handed_off(1000, 0.01)
+    metrics.retried("worker_lost")
+    text = metrics.render().decode()
+    for line in (
+        "baton_queue_seconds_sum 0.3",
+        'baton_placements_total{route="remote"} 1.0',
+        "baton_handoff_bytes_total 1000.0",
+        "baton_handoff_exposed_seconds_count 1.0",
+        'baton_retries_total{code="worker_lost"} 1.0',
+    ):
+        assert line in text, line
+
+
+async def test_metrics_tell_what_happened() -> None:
+    async with service(reply("Hi"), num_cached=1) as s:
+        await s.chat()
+        await s.complete(max_tokens=1)
+        await s.chat(temperature=9)
+        text = (await s.client.get("/metrics")).text
+        for line in (
+            'baton_requests_total{endpoint="chat",outcome="stop"} 1.0',
+            'baton_requests_total{endpoint="completions",outcome="length"} 1.0',
+            'baton_errors_total{code="invalid_value",endpoint="chat"} 1.0',
+            'baton_http_responses_total{endpoint="chat",status="400"} 1.0',
+            'baton_requests_running{endpoint="chat"} 0.0',
+            "baton_output_tokens_total 4.0",
+            "baton_cached_prompt_tokens_total 2.0",
+            'baton_ttft_seconds_count{endpoint="chat"} 1.0',
+            'baton_itl_seconds_count{endpoint="chat"} 2.0',
+            'baton_worker_blocks{role="prefill",state="free",worker_id="prefill-0"} 6.0',
+            'baton_worker_steps_total{role="prefill",worker_id="prefill-0"} 7.0',
+            'baton_link_bytes_per_second{peer_id="decode-0",transport="tcp",worker_id="prefill-0"} 1.5e+09',
+        ):
+            assert line in text, line
+
+
+def test_the_metric_table_keeps_its_naming_rules() -> None:
+    for spec in METRICS:
+        assert re.fullmatch(r"baton_[a-z0-9_]+", spec.name)
+        assert spec.name.endswith("_total") == (spec.kind == "counter")
+        assert bool(spec.buckets) == (spec.kind == "histogram")
+    assert len({spec.name for spec in METRICS}) == len(METRICS)
+    assert Metrics().render()
+
+
+def test_only_errors_that_may_pass_ask_for_a_retry() -> None:
+    assert error_headers(Fault("x")) == {}
+    assert error_headers(BatonError("x")) == {}
+    assert error_headers(OverloadedError("x", retry_after_s=0)) == {"Retry-After": "1"}
+
+
+async def test_long_prompts_leave_the_event_loop_free() -> None:
+    """The tokenizer must let the loop run: the longest gap between two of its turns stays short."""
+    gaps: list[float] = []
+
+    async def heartbeat() -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(0)
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+
+    text = TEXT
+    prompt = "Hello world 123 日本 " * 20_000
+    task = asyncio.create_task(heartbeat())
+    started = time.monotonic()
+    ids = await off_loop(len(prompt), lambda: text.encode(prompt))
+    took = time.monotonic() - started
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert len(ids) == len(prompt.encode())
+    # Held to the end, the loop would have had one gap as long as the whole work.
+    assert max(gaps) < took / 2
+    assert len(gaps) > 100
+
+
+async def test_the_served_name_defaults_to_the_models_own() -> None:
+    async with service() as s:
+        assert (await s.chat()).json()["model"] == MODEL
+
+
+async def test_tokenize_counts_what_a_request_would_cost() -> None:
+    async with service(max_total_tokens=99) as s:
+        answer = (await s.client.post("/tokenize", json={"prompt": "hé", "return_token_strs": True})).json()
+        assert answer["tokens"] == list("hé".encode())
+        assert (answer["count"], answer["max_model_len"], len(answer["token_strs"])) == (3, 99, 3)
+        messages = [{"role": "user", "content": "hi"}]
+        counted = (await s.client.post("/tokenize", json={"messages": messages})).json()["count"]
+        assert counted == (await s.chat("hi", max_tokens=1)).json()["usage"]["prompt_tokens"]
+        back = await s.client.post("/detokenize", json={"tokens": answer["tokens"]})
+        assert back.json() == {"prompt": "hé"}
+
+
+@pytest.mark.parametrize("tokens", [[-1], [10**12], [True], ["a"], "a", None, {}])
+async def test_ids_outside_the_vocabulary_cannot_be_detokenized(tokens: Any) -> None:
+    async with service() as s:
+        response = await s.client.post("/detokenize", json={"tokens": tokens})
+        assert (response.status_code, error_of(response)["param"]) == (400, "tokens")
+        assert (await s.client.post("/tokenize", json={"messages": []})).status_code == 400
