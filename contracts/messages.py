@@ -213,8 +213,19 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
+class Want:
+    """P -> D: chunks ready to send since Open, in total (a repeated Want adds nothing). D grants no more slots than that.
+
+    `handoff_id` "" asks for slots for the self-test.
+    """
+
+    handoff_id: str
+    num_chunks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Grant:
-    """D -> P: `slots` are free, receives are posted on them; each may carry one Data."""
+    """D -> P: `slots` are yours; each may carry one Data (or, with handoff_id "", one Probe), whose tag is the slot."""
 
     handoff_id: str
     slots: tuple[int, ...]
@@ -222,7 +233,10 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """P -> D: slot `slot` carries tokens [low, high), `num_bytes` bytes, layout [tokens, L, 2, K, D], checked by `checksum`."""
+    """P -> D: slot `slot` carries tokens [low, high), `num_bytes` bytes, layout of kvtransfer/pages.py, with `checksum`.
+
+    Sent before the bytes; D receives them only when it has read this.
+    """
 
     handoff_id: str
     chunk: int
@@ -272,7 +286,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Either side: the handoff is over, without result. Answered by AbortOk once no buffer of it is in use."""
+    """Either side: the handoff is over, without result. After P's Abort or AbortOk, P sends no Data for it any more."""
 
     handoff_id: str
     error: WireError
@@ -324,6 +338,7 @@ Message = (
     | Status
     | AuditReply
     | Open
+    | Want
     | Grant
     | Data
     | ChunkDone

@@ -49,16 +49,21 @@ def build(args: Mapping[str, Any] | None = None) -> Any:
     """
     config = read_args(args or {})
     secret = secrets.token_bytes(32)
-    decode = DecodeServer.options(**worker_options(config.decode)).bind(config, secret, make_phases)
+    decode = _node(DecodeServer, worker_options(config.decode), config, secret, make_phases)
     prefill = None
     if not config.is_colocated:
-        prefill = PrefillServer.options(**worker_options(config.prefill)).bind(config, secret, make_phases)
-    coordinator = Coordinator.options(
-        num_replicas=config.coordinator.num_replicas,
-        ray_actor_options={"num_cpus": config.coordinator.num_cpus},
-        graceful_shutdown_timeout_s=config.decode.drain_timeout_s,
-    )
-    return coordinator.bind(config, secret, decode, prefill)
+        prefill = _node(PrefillServer, worker_options(config.prefill), config, secret, make_phases)
+    options = {
+        "num_replicas": config.coordinator.num_replicas,
+        "ray_actor_options": {"num_cpus": config.coordinator.num_cpus},
+        "graceful_shutdown_timeout_s": config.decode.drain_timeout_s,
+    }
+    return _node(Coordinator, options, config, secret, decode, prefill)
+
+
+def _node(deployment: Any, options: Mapping[str, Any], *args: Any) -> Any:
+    """One node of the graph. Serve's decorators have no types."""
+    return deployment.options(**options).bind(*args)
 
 
 def read_args(args: Mapping[str, Any]) -> BatonConfig:

@@ -52,8 +52,23 @@ class StepPlan:
     chunks: tuple[Chunk, ...]
 
 
-class LinearKernel(Protocol):
-    def __call__(self, x: Tensor, layer: Linear) -> Tensor: ...
+class Kernels(Protocol):
+    """What a device may do better than plain torch; `kernels.reference` says what each function returns."""
+
+    def pack(self, layer: Linear) -> None: ...
+
+    def linear(self, x: Tensor, layer: Linear) -> Tensor: ...
+
+    def write_kv(self, kv: Tensor, k: Tensor, v: Tensor, block_ids: Tensor, slots: Tensor) -> None: ...
+
+    def paged_attention(self, q: Tensor, kv: Tensor, block_table: Tensor, context_lens: Tensor) -> Tensor: ...
+
+    def prefill_attention(self, q: Tensor, kv: Tensor, block_ids: Tensor, start: int) -> Tensor: ...
+
+
+def select_kernels(device: torch.device) -> Kernels:
+    """The fastest kernel set for a device."""
+    return cpu if device.type == "cpu" else reference
 
 
 class Model:
@@ -64,13 +79,14 @@ class Model:
         self._weights = loaded.weights
         self.dtype = loaded.weights.embedding.dtype
         self.device = loaded.weights.embedding.device
-        self._linear: LinearKernel = cpu.linear if self.device.type == "cpu" else _plain_linear
+        self._kernels = select_kernels(self.device)
         self._inv_freq = inverse_frequencies(self.spec).to(self.device)
-        if self.device.type == "cpu":
-            for layer in loaded.weights.layers:
-                for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
-                    cpu.pack(matrix)
-            cpu.pack(loaded.weights.lm_head)
+        # The head keeps its plain weight, packed or not: the best logits are refined from it.
+        loaded.weights.lm_head.is_shared = True
+        for layer in loaded.weights.layers:
+            for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                self._kernels.pack(matrix)
+        self._kernels.pack(loaded.weights.lm_head)
 
     def forward(self, plan: StepPlan, slab: KvSlab) -> Tensor:
         """Logits [R, V] float32 of the wanted rows. Writes KV of all T tokens into `slab`."""
@@ -82,32 +98,35 @@ class Model:
         if not len(plan.wanted):
             return torch.empty(0, self.spec.vocab_size, device=self.device)
         final = self._norm(hidden[plan.wanted], self._weights.final_norm)
-        return self._linear(final, self._weights.lm_head).float()
+        head = self._weights.lm_head
+        assert head.weight is not None, "the head keeps its plain weight"
+        return reference.refined_logits(self._kernels.linear(final, head), final, head.weight)
 
     def _layer(
         self, hidden: Tensor, layer: LayerWeights, plan: StepPlan, kv: Tensor, rotation: tuple[Tensor, Tensor]
     ) -> Tensor:
         spec = self.spec
         normed = self._norm(hidden, layer.attention_norm)
-        heads = self._linear(normed, layer.qkv).view(len(hidden), -1, spec.head_dim)
+        heads = self._kernels.linear(normed, layer.qkv).view(len(hidden), -1, spec.head_dim)
         num_rotated = spec.num_heads + spec.num_kv_heads
-        q, k = reference.rope(heads[:, :num_rotated], *rotation).split([spec.num_heads, spec.num_kv_heads], dim=1)
-        reference.write_kv(kv, k, heads[:, num_rotated:], plan.block_ids, plan.slots)
+        rotated = reference.rope(heads[:, :num_rotated], *rotation)
+        q, k = torch.split(rotated, [spec.num_heads, spec.num_kv_heads], dim=1)
+        self._kernels.write_kv(kv, k, heads[:, num_rotated:], plan.block_ids, plan.slots)
         attended = self._attend(q, kv, plan).view(len(hidden), -1)
-        hidden = hidden + self._linear(attended, layer.out)
+        hidden = hidden + self._kernels.linear(attended, layer.out)
         normed = self._norm(hidden, layer.mlp_norm)
-        return hidden + self._linear(reference.swiglu(self._linear(normed, layer.gate_up)), layer.down)
+        return hidden + self._kernels.linear(reference.swiglu(self._kernels.linear(normed, layer.gate_up)), layer.down)
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return reference.rms_norm(hidden, weight, self.spec.norm_eps).to(self.dtype)
 
     def _attend(self, q: Tensor, kv: Tensor, plan: StepPlan) -> Tensor:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(q.shape, dtype=self.dtype, device=q.device)
         for group in plan.decodes:
-            out[group.rows] = reference.paged_attention(q[group.rows], kv, group.block_table, group.context_lens)
+            out[group.rows] = self._kernels.paged_attention(q[group.rows], kv, group.block_table, group.context_lens)
         for chunk in plan.chunks:
             rows = slice(chunk.low, chunk.high)
-            out[rows] = reference.prefill_attention(q[rows], kv, chunk.block_ids, chunk.start)
+            out[rows] = self._kernels.prefill_attention(q[rows], kv, chunk.block_ids, chunk.start)
         return out
 
 
@@ -136,8 +155,3 @@ def _llama3(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
     between = (1 - blend) * frequencies / scaling.factor + blend * frequencies
     scaled = torch.where(is_long, frequencies / scaling.factor, frequencies)
     return torch.where(~is_long & ~is_short, between, scaled)
-
-
-def _plain_linear(x: Tensor, layer: Linear) -> Tensor:
-    assert layer.weight is not None
-    return reference.linear(x, layer.weight, layer.bias)

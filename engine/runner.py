@@ -21,7 +21,7 @@ MAX_PADDING = 2
 
 @dataclass(frozen=True, slots=True)
 class StepItem:
-    """One sequence's share of a step: new `token_ids` at positions `start` …; `block_ids` cover start + len(token_ids)."""
+    """One sequence's share of a step: new `token_ids` at positions `start` …; `block_ids` cover them and all before."""
 
     token_ids: Sequence[int]
     start: int

@@ -24,9 +24,7 @@ from engine.weights import Linear, has_native_bf16
 
 MAX_NATIVE_ROWS = 4
 MAX_QUERY_ROWS = 64
-"""Queries of one prefill product: larger tiles leave the cache, smaller ones pay more calls (measured: 32 to 128 equal)."""
-NUM_REFINED = 32
-"""Logits per row that are recomputed in float32; enough that no token within rounding of the best is left out."""
+"""Queries of one prefill product: larger tiles leave the cache, smaller ones pay more calls."""
 
 
 def pack(layer: Linear) -> None:
@@ -55,22 +53,6 @@ def linear(x: Tensor, layer: Linear) -> Tensor:
         bias = None if layer.bias is None else layer.bias.float()
         return F.linear(x.float(), weight.float(), bias).to(x.dtype)
     return F.linear(x, weight, layer.bias)
-
-
-def logits(x: Tensor, layer: Linear) -> Tensor:
-    """x [R, hidden] -> [R, V] float32.
-
-    NOTE: a bfloat16 product rounds logits near 20 to steps of 0.125, which ties the best tokens and lets the lowest id
-    win. So the best few of each row are computed again from the same weights, in float32.
-    """
-    rounded = linear(x, layer)
-    if rounded.dtype == torch.float32:
-        return rounded
-    weight = layer.weight
-    assert weight is not None, "the head keeps its plain weight"
-    best = rounded.topk(min(NUM_REFINED, rounded.shape[-1]), dim=-1).indices
-    exact = torch.bmm(weight[best].float(), x.float().unsqueeze(-1)).squeeze(-1)
-    return rounded.float().scatter_(1, best, exact)
 
 
 def write_kv(kv: Tensor, k: Tensor, v: Tensor, block_ids: Tensor, slots: Tensor) -> None:

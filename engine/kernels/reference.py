@@ -12,13 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.weights import Linear
+
 MAX_QUERY_ROWS = 256
 """Queries of one attention product: bounds the score matrix, and lets a causal chunk skip what it must not see."""
+NUM_REFINED = 32
+"""Logits per row that are recomputed in float32: more than lie within a rounding step of the best."""
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, in], weight [out, in], bias [out] -> [T, out]."""
-    return F.linear(x, weight, bias)
+def pack(layer: Linear) -> None:
+    """Nothing: plain torch multiplies with the weight as it is."""
+
+
+def linear(x: Tensor, layer: Linear) -> Tensor:
+    """x [T, in] -> [T, out]."""
+    assert layer.weight is not None, "packed by another kernel set"
+    return F.linear(x, layer.weight, layer.bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -27,21 +36,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, D], cos and sin [T, 1, D / 2] float32 -> [T, heads, D]; halves rotated as in Hugging Face Llama."""
+    """x [T, heads, D], cos and sin [T, 1, D / 2] float32 -> [T, heads, D] float32; halves as in Hugging Face Llama."""
     low, high = x.float().chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """[T, 2 * inner] -> silu(first half) * second half, [T, inner]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
 
 
 def write_kv(kv: Tensor, k: Tensor, v: Tensor, block_ids: Tensor, slots: Tensor) -> None:
     """k, v [T, K, D] into kv [N, 2, K, S, D] at (block_ids [T], slots [T])."""
-    kv[block_ids, 0, :, slots] = k
-    kv[block_ids, 1, :, slots] = v
+    kv[block_ids, 0, :, slots] = k.to(kv.dtype)
+    kv[block_ids, 1, :, slots] = v.to(kv.dtype)
 
 
 def paged_attention(q: Tensor, kv: Tensor, block_table: Tensor, context_lens: Tensor) -> Tensor:
@@ -61,13 +70,21 @@ def paged_attention(q: Tensor, kv: Tensor, block_table: Tensor, context_lens: Te
     is_outside = positions >= context_lens.view(-1, 1, 1, 1)
     probs = scores.masked_fill(is_outside, -torch.inf).softmax(dim=-1)
     probs = probs.view(num_seqs, num_kv_heads, group, -1, num_slots).permute(0, 3, 1, 2, 4)
-    mixed = (probs @ values).sum(dim=1)  # [B, K, G, D]
+    mixed: Tensor = (probs @ values).sum(dim=1)  # [B, K, G, D]
     return mixed.reshape(num_seqs, num_heads, head_dim).to(q.dtype)
 
 
-def logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [R, hidden], weight [V, hidden] -> [R, V] float32."""
-    return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+def refined_logits(rounded: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """rounded [R, V] = x [R, hidden] @ weight [V, hidden] -> [R, V] float32, the best NUM_REFINED of each row exact.
+
+    NOTE: a bfloat16 product rounds logits near 20 to steps of 0.125, which ties the best tokens and lets the lowest id
+    win. The best few are computed again in float32 from the same weights; a float32 product is returned as it is.
+    """
+    if rounded.dtype == torch.float32:
+        return rounded
+    best = rounded.topk(min(NUM_REFINED, rounded.shape[-1]), dim=-1).indices
+    exact = torch.bmm(weight[best].float(), x.float().unsqueeze(-1)).squeeze(-1)
+    return rounded.float().scatter_(1, best, exact)
 
 
 def prefill_attention(q: Tensor, kv: Tensor, block_ids: Tensor, start: int) -> Tensor:

@@ -44,10 +44,11 @@ def test_generated_blocks_are_found_by_the_next_turn() -> None:
     assert worker.outputs(second.request_id) == oracle(second)[0]
 
 
-def test_received_blocks_are_found_by_the_next_turn() -> None:
+def test_received_blocks_are_found_as_soon_as_they_are_adopted() -> None:
     worker, request = TinyWorker(), make_request(12, sampling=LONG)
-    assert worker.receive(request, Token(0, oracle(request)[0][0])) is not None
-    worker.step()
+    seq = worker.receive(request, Token(0, oracle(request)[0][0]))
+    assert seq is not None
+    worker.decode.adopt(seq)
     hold = worker.decode.reserve(make_request(prompt_ids=(*request.prompt_ids, 1)), HoldState.RESERVED)
     assert hold is not None
     assert hold.num_cached_tokens == 12

@@ -1,0 +1,182 @@
+"""Decode's end of one handoff: a reservation that a ticket may fill.
+
+    EXPECTED ──Open (ticket checked)──► OPEN ──Fin, all tokens here──► READY     on_done(state), Commit
+       │                                 │ └──Abort │ peer lost │ nonsense──► FAILED    on_done(error)
+       └────────── cancel() ─────────────┴──────────────────────────────────► CANCELLED  no on_done
+
+    event                         EXPECTED                 OPEN                        READY        FAILED/CANCELLED
+    Open, genuine, matching       OPEN                     same peer: ignored          ignored      Abort
+                                                           other peer: Abort
+    Open, forged or not matching  Abort, state unchanged   Abort, state unchanged      Abort        Abort
+    Data + bytes                  slot only                checked, scattered          slot only    slot only
+    Fin                           ignored                  READY, or FAILED if short   Commit       Abort
+
+"slot only": the bytes are received into their staging slot and forgotten. Scattering is one piece of work on the event
+loop, so after `cancel` has returned nothing is written into the blocks, whatever is still under way.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from contracts.errors import BatonError, HandoffError, ProtocolError
+from contracts.messages import Data, Fin, HandoffState, Open
+from contracts.ticket import Ticket
+from kvtransfer.pages import Pages, checksum
+
+
+class Arrivals:
+    """Which chunks and tokens are here. No I/O."""
+
+    def __init__(self, start: int, num_tokens: int) -> None:
+        self._start = start
+        self._num_tokens = num_tokens
+        self._chunks: dict[int, tuple[int, int]] = {}
+
+    def check(self, chunk: int, low: int, high: int) -> None:
+        """Raises ProtocolError if the range is not within the handoff, or `chunk` was another range before."""
+        if not self._start <= low < high <= self._num_tokens:
+            raise ProtocolError(
+                f"expected tokens within [{self._start}, {self._num_tokens}) but peer sent [{low}, {high})"
+            )
+        known = self._chunks.get(chunk)
+        if known is not None and known != (low, high):
+            raise ProtocolError(f"expected chunk {chunk} to be tokens {known} but peer sent {(low, high)}")
+
+    def has(self, chunk: int) -> bool:
+        return chunk in self._chunks
+
+    def add(self, chunk: int, low: int, high: int) -> None:
+        self._chunks[chunk] = (low, high)
+
+    def is_complete(self, num_chunks: int) -> bool:
+        """Exactly `num_chunks` chunks came and they leave no token out."""
+        reached = self._start
+        for low, high in sorted(self._chunks.values()):
+            if low > reached:
+                return False
+            reached = max(reached, high)
+        return reached == self._num_tokens and len(self._chunks) == num_chunks
+
+
+class IncomingState(enum.Enum):
+    EXPECTED = enum.auto()
+    OPEN = enum.auto()
+    READY = enum.auto()
+    FAILED = enum.auto()
+    CANCELLED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What decode expects: tokens [start, num_tokens) of `request_id` into `block_ids`."""
+
+    handoff_id: str
+    request_id: str
+    prompt_hash: bytes
+    num_tokens: int
+    start: int
+    block_ids: tuple[int, ...]
+
+
+class Incoming:
+    """Created by `KvEndpoint.expect`. The caller owns the blocks, and may reuse them after `cancel` or `on_done`."""
+
+    def __init__(
+        self,
+        reservation: Reservation,
+        pages: Pages,
+        on_start: Callable[[], object] | None,
+        on_done: Callable[[HandoffState | BatonError], object],
+        leave: Callable[[Incoming, BatonError | None], None],
+    ) -> None:
+        """`leave(incoming, error)` is called once at the end: READY (None), or why the peer must be told to stop."""
+        self.reservation = reservation
+        self.state = IncomingState.EXPECTED
+        self.connection: int | None = None  # which connection's Open was accepted
+        self._pages = pages
+        self._on_start = on_start
+        self._on_done = on_done
+        self._leave = leave
+        self._arrivals = Arrivals(reservation.start, reservation.num_tokens)
+
+    @property
+    def has_started(self) -> bool:
+        return self.connection is not None
+
+    @property
+    def is_over(self) -> bool:
+        return self.state not in (IncomingState.EXPECTED, IncomingState.OPEN)
+
+    def cancel(self, error: BatonError | None) -> None:
+        """Forget the handoff: constant time, no `on_done`, no write after return. Does nothing when it is over."""
+        if not self.is_over:
+            self.state = IncomingState.CANCELLED
+            told = error or HandoffError(f"handoff {self.reservation.handoff_id} was cancelled by its target")
+            self._leave(self, told)
+
+    def check(self, message: Open) -> None:
+        """Raises HandoffError if the ticket (genuine, for us) or `start` does not fit the reservation."""
+        ours, ticket = self.reservation, message.ticket
+        wanted = (ours.request_id, ours.num_tokens, ours.prompt_hash, ours.start)
+        came = (ticket.request_id, ticket.num_tokens, ticket.prompt_hash, message.start)
+        if wanted != came:
+            raise HandoffError(
+                f"expected request, tokens, prompt hash, start = {_show(*wanted)} but peer opened {_show(*came)}"
+            )
+
+    def open(self, connection: int) -> None:
+        self.state = IncomingState.OPEN
+        self.connection = connection
+        if self._on_start is not None:
+            self._on_start()
+
+    def check_data(self, data: Data) -> None:
+        """Raises ProtocolError on a range or size that this handoff cannot have."""
+        self._arrivals.check(data.chunk, data.low, data.high)
+        num_bytes = self._pages.num_bytes(data.low, data.high)
+        if data.num_bytes != num_bytes:
+            raise ProtocolError(f"expected {num_bytes} bytes for a chunk but peer announced {data.num_bytes}")
+
+    def take(self, data: Data, num_bytes: int, buffer: Tensor) -> bool:
+        """Write a chunk that came into the blocks; False if it must be sent again. Only in state OPEN."""
+        assert self.state is IncomingState.OPEN
+        if self._arrivals.has(data.chunk):
+            return True
+        if num_bytes != data.num_bytes or checksum(buffer[:num_bytes]) != data.checksum:
+            return False
+        self._pages.scatter(self.reservation.block_ids, data.low, data.high, buffer)
+        self._arrivals.add(data.chunk, data.low, data.high)
+        return True
+
+    def finish(self, message: Fin) -> bool:
+        """True if everything is here: the request is ours from now on. Else the handoff has failed."""
+        if not self._arrivals.is_complete(message.num_chunks):
+            self.fail(HandoffError(f"peer ended with {message.num_chunks} chunks but tokens are missing"))
+            return False
+        self.state = IncomingState.READY
+        self._leave(self, None)
+        self._on_done(message.state)
+        return True
+
+    def fail(self, error: BatonError) -> None:
+        if not self.is_over:
+            self.state = IncomingState.FAILED
+            self._leave(self, error)
+            self._on_done(error)
+
+
+def check_ticket(ticket: Ticket, source: tuple[str, int], target: tuple[str, int]) -> None:
+    """Raises HandoffError if `ticket` is not from this peer's life to this worker's life."""
+    wanted = (*source, *target)
+    came = (ticket.source_id, ticket.source_incarnation, ticket.target_id, ticket.target_incarnation)
+    if wanted != came:
+        raise HandoffError(f"expected a ticket from and to {wanted} but peer showed one for {came}")
+
+
+def _show(request_id: str, num_tokens: int, prompt_hash: bytes, start: int) -> str:
+    return f"({request_id}, {num_tokens}, {prompt_hash.hex()[:8]}, {start})"

@@ -1,0 +1,313 @@
+"""Prefill's end of one handoff: computed tokens in, chunks out.
+
+    OPENING ──Grant──► STREAMING ──finish() and all chunks acknowledged──► FINISHING ──Commit──► DONE(None)
+       └──────────────────┴──── abort() │ Abort of the peer │ peer lost │ no progress ──────────► DONE(error)
+
+    event              OPENING/STREAMING                  FINISHING          DONE
+    ready              cut chunks, Want                   -                  ignored
+    Grant              gather + send, one per credit      -                  ignored: Abort gives the slots back
+    ChunkDone ok       next; last one: Fin                -                  ignored
+    ChunkDone bad      send again, then fail              -                  ignored
+    Abort              fail, AbortOk                      fail, AbortOk      AbortOk
+
+A chunk is gathered in one piece on the event loop; blocks are read at no other time, so DONE may follow at once in any
+state and after `on_done` no block is read. What may still be under way reads a send slot only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from contracts.errors import BatonError, DeadlineError, HandoffError, WorkerLostError, to_wire
+from contracts.messages import Abort, ChunkDone, Data, Fin, HandoffState, Message, Open, Want
+from contracts.ticket import Ticket
+from kvtransfer.pages import Pages, checksum
+from kvtransfer.slots import SendSlots
+from kvtransfer.transport import Link, Op
+
+MAX_SENDS = 3  # of one chunk: the first and two repeats
+
+
+@dataclass(frozen=True, slots=True)
+class OutgoingResult:
+    """`exposed_s`: from the end of compute to the peer's Commit, the part of the transfer not hidden behind compute."""
+
+    num_bytes: int
+    exposed_s: float
+    error: BatonError | None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    number: int
+    low: int
+    high: int
+
+
+class ChunkPlan:
+    """Which token ranges go out next, again, or are through. No I/O.
+
+    Chunks end at block boundaries where a whole block fits, since whole blocks copy fastest; a block that is not full
+    yet waits, unless nothing more comes.
+    """
+
+    def __init__(self, start: int, num_tokens: int, block_size: int, max_tokens: int) -> None:
+        self._cut = start
+        self._num_tokens = num_tokens
+        self._block_size = block_size
+        self._max_tokens = max_tokens
+        self._queue: deque[Chunk] = deque()
+        self._under_way: dict[int, Chunk] = {}
+        self._num_sends: dict[int, int] = {}
+        self.num_chunks = 0
+        self.num_wanted = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """All tokens were cut, sent and acknowledged."""
+        return self._cut == self._num_tokens and not self._queue and not self._under_way
+
+    @property
+    def has_next(self) -> bool:
+        return bool(self._queue)
+
+    @property
+    def is_under_way(self) -> bool:
+        return bool(self._queue or self._under_way)
+
+    def ready(self, num_tokens: int) -> None:
+        """Tokens [0, num_tokens) may be read; what was said before is not taken back by a smaller number."""
+        limit = min(num_tokens, self._num_tokens)
+        if limit < self._num_tokens:
+            limit -= limit % self._block_size
+        while self._cut < limit:
+            high = min(limit, self._cut + self._max_tokens)
+            aligned = high - high % self._block_size
+            if high < limit and aligned > self._cut:
+                high = aligned
+            self._queue.append(Chunk(self.num_chunks, self._cut, high))
+            self.num_chunks += 1
+            self.num_wanted += 1
+            self._cut = high
+
+    def next(self) -> Chunk:
+        chunk = self._queue.popleft()
+        self._under_way[chunk.number] = chunk
+        self._num_sends[chunk.number] = self._num_sends.get(chunk.number, 0) + 1
+        return chunk
+
+    def done(self, number: int, is_ok: bool) -> None:
+        """The peer's word on a chunk; one that is not under way is a duplicate. Raises HandoffError after MAX_SENDS."""
+        chunk = self._under_way.pop(number, None)
+        if chunk is None or is_ok:
+            return
+        if self._num_sends[number] >= MAX_SENDS:
+            raise HandoffError(f"tokens [{chunk.low}, {chunk.high}) arrived damaged {MAX_SENDS} times")
+        self._queue.append(chunk)
+        self.num_wanted += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What an Outgoing needs of its connection. `tell` raises WorkerLostError when that is gone."""
+
+    tell: Callable[[Message], None]
+    link: Link
+    slots: SendSlots
+    pages: Pages
+    slot_bytes: int
+    progress_timeout_s: float
+    forget: Callable[[str], None]
+
+
+class Outgoing:
+    """`ready`, `finish` and `abort` may be called from any thread and never block; all else runs on the event loop."""
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        block_ids: Sequence[int],
+        start: int,
+        on_done: Callable[[OutgoingResult], None],
+        route: Route | BatonError,
+    ) -> None:
+        """With an error for a route, `on_done` gets that."""
+        self.handoff_id = ticket.handoff_id
+        self._ticket = ticket
+        self._block_ids = tuple(block_ids)
+        self._start = start
+        self._on_done = on_done
+        self._loop = asyncio.get_running_loop()
+        self._credits: deque[int] = deque()
+        self._state: HandoffState | None = None
+        self._finished_s = 0.0
+        self._num_bytes = 0
+        self._num_asked = 0
+        self._is_opened = self._has_sent_fin = self._is_done = self._is_pumping = False
+        self._timer: asyncio.TimerHandle | None = None
+        if isinstance(route, BatonError):
+            self._is_done = True
+            self._loop.call_soon(on_done, OutgoingResult(0, 0.0, route))
+            return
+        self._route = route
+        layout = route.pages.layout
+        max_tokens = route.slot_bytes // layout.bytes_per_token
+        self._plan = ChunkPlan(start, ticket.num_tokens, layout.block_size, max_tokens)
+        self._loop.call_soon(self._open)
+
+    # --- the engine's side, any thread ------------------------------------------------------------------------------
+
+    def ready(self, num_tokens: int) -> None:
+        """KV of tokens [0, num_tokens) is computed and stays readable until `on_done`."""
+        self._loop.call_soon_threadsafe(self._ready, num_tokens)
+
+    def finish(self, state: HandoffState) -> None:
+        """Nothing more comes; pass `state` on with the last chunk's acknowledgement."""
+        self._loop.call_soon_threadsafe(self._finish, state)
+
+    def abort(self, error: BatonError | None) -> None:
+        """Stop at once; the peer is told. `on_done` gets `error` (None: the handoff is just not needed)."""
+        self._loop.call_soon_threadsafe(self._abort, error)
+
+    # --- the peer's side, event loop --------------------------------------------------------------------------------
+
+    def granted(self, slots: Sequence[int]) -> None:
+        if not self._is_done:
+            self._credits.extend(slots)
+            self._watch()
+            self._pump_soon()
+
+    def chunk_done(self, message: ChunkDone) -> None:
+        if self._is_done:
+            return
+        try:
+            self._plan.done(message.chunk, message.is_ok)
+        except HandoffError as error:
+            self._abort(error)
+            return
+        self._advance()
+
+    def committed(self) -> None:
+        if self._has_sent_fin:
+            self._end(None)
+
+    def fail(self, error: BatonError) -> None:
+        """The peer aborted, or is lost: it is not told."""
+        self._end(error)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        if not self._is_done and self._tell(Open(self._ticket, self._start)):
+            self._is_opened = True
+            self._advance()
+
+    def _ready(self, num_tokens: int) -> None:
+        if not self._is_done:
+            self._plan.ready(num_tokens)
+            self._advance()
+
+    def _finish(self, state: HandoffState) -> None:
+        if not self._is_done and self._state is None:
+            self._state = state
+            self._finished_s = time.monotonic()
+            self._plan.ready(self._ticket.num_tokens)
+            self._advance()
+
+    def _abort(self, error: BatonError | None) -> None:
+        if self._is_done:
+            return
+        if self._is_opened:
+            told = error or HandoffError(f"handoff {self.handoff_id} was cancelled by its sender")
+            self._tell(Abort(self.handoff_id, to_wire(told)))
+        self._end(error)
+
+    def _advance(self) -> None:
+        """Ask for slots, or send Fin, whichever the plan allows now."""
+        if not self._is_opened or self._is_done:
+            return
+        if self._plan.num_wanted > self._num_asked:
+            if not self._tell(Want(self.handoff_id, self._plan.num_wanted)):
+                return
+            self._num_asked = self._plan.num_wanted
+        if self._state is not None and self._plan.is_complete and not self._has_sent_fin:
+            if not self._tell(Fin(self.handoff_id, self._plan.num_chunks, self._state)):
+                return
+            self._has_sent_fin = True
+        self._watch()
+
+    def _pump_soon(self) -> None:
+        if not self._is_pumping:
+            self._is_pumping = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Send one chunk, then let the loop breathe: others' chunks and messages come in between."""
+        self._is_pumping = False
+        if self._is_done or not self._credits or not self._plan.has_next:
+            if not self._is_done:
+                return
+            self._route.slots.pass_on()
+            return
+        slot = self._route.slots.try_take(self._pump_soon)
+        if slot is None:
+            return
+        self._send(slot, self._credits.popleft(), self._plan.next())
+        if self._credits and not self._is_done:
+            self._pump_soon()
+
+    def _send(self, slot: int, credit: int, chunk: Chunk) -> None:
+        route = self._route
+        num_bytes = route.pages.num_bytes(chunk.low, chunk.high)
+        buffer = route.slots.arena.tensors[slot][:num_bytes]
+        route.pages.gather(self._block_ids, chunk.low, chunk.high, buffer)
+        data = Data(
+            self.handoff_id, chunk.number, credit, chunk.low, chunk.high, num_bytes, checksum(buffer)
+        )
+        if not self._tell(data):
+            route.slots.give_back(slot)
+            return
+        op = route.link.send(credit, route.slots.arena.views[slot][:num_bytes])
+        op.final.add_done_callback(lambda _final: self._sent(op, slot, num_bytes))
+
+    def _sent(self, op: Op, slot: int, num_bytes: int) -> None:
+        self._route.slots.give_back(slot)
+        error = op.final.exception()
+        if error is None:
+            self._num_bytes += num_bytes
+        else:
+            self._abort(WorkerLostError(f"data link to {self._ticket.target_id} failed: {error}"))
+
+    def _tell(self, message: Message) -> bool:
+        try:
+            self._route.tell(message)
+        except WorkerLostError as error:
+            self._end(error)
+            return False
+        return True
+
+    def _watch(self) -> None:
+        """(Re)start the wait for the peer's next step, if it is the peer's turn."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._is_done and (self._has_sent_fin or self._plan.is_under_way):
+            self._timer = self._loop.call_later(self._route.progress_timeout_s, self._time_out)
+
+    def _time_out(self) -> None:
+        target, timeout_s = self._ticket.target_id, self._route.progress_timeout_s
+        self._abort(DeadlineError(f"{target} made no progress with the handoff for {timeout_s} s"))
+
+    def _end(self, error: BatonError | None) -> None:
+        if self._is_done:
+            return
+        self._is_done = True
+        self._watch()
+        self._route.slots.forget(self._pump_soon)
+        self._route.forget(self.handoff_id)
+        exposed_s = time.monotonic() - self._finished_s if self._finished_s else 0.0
+        self._loop.call_soon(self._on_done, OutgoingResult(self._num_bytes, exposed_s, error))

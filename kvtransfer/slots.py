@@ -1,0 +1,179 @@
+"""Staging slots: the only memory that network data lands in, and who gets them next.
+
+Receiver's slot:
+    FREE ──grant──► GRANTED ──begin (Data came)──► RECEIVING ──finish (bytes final)──► FREE
+                       │                              │
+                       └──────── quarantine ──────────┘   the handoff is over, its bytes may still come:
+                                                          granted:   until the sender says so (release_unused), or begins
+                                                          receiving: until the bytes are final
+    release_peer: the link is closed, nothing can come any more: all its slots are FREE.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+FlowKey = tuple[int, str]  # connection number, handoff id ("" is the connection's self-test)
+
+
+class Arena:
+    """Memory of all slots of one direction. `views` are what a transport reads or fills."""
+
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        self.tensors = torch.empty(num_slots, slot_bytes, dtype=torch.uint8)
+        self.views = [memoryview(row.numpy()) for row in self.tensors]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCounts:
+    """The receiver's slots by state; they sum to the configured number."""
+
+    free: int
+    granted: int
+    receiving: int
+    quarantined: int
+
+
+@dataclass(slots=True)
+class _Slot:
+    owner: FlowKey
+    is_receiving: bool = False
+    is_quarantined: bool = False
+
+
+class SlotTable:
+    """Which flow holds which slot. No I/O."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._free = deque(range(num_slots))
+        self._used: dict[int, _Slot] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def counts(self) -> SlotCounts:
+        used = self._used.values()
+        quarantined = sum(slot.is_quarantined for slot in used)
+        receiving = sum(slot.is_receiving and not slot.is_quarantined for slot in used)
+        return SlotCounts(len(self._free), len(used) - quarantined - receiving, receiving, quarantined)
+
+    def grant(self, owner: FlowKey) -> int:
+        slot = self._free.popleft()
+        self._used[slot] = _Slot(owner)
+        return slot
+
+    def try_begin(self, slot: int, owner: FlowKey) -> bool:
+        """True if `slot` was granted to `owner` and now receives; False for anything else (duplicate, not theirs)."""
+        held = self._used.get(slot)
+        if held is None or held.owner != owner or held.is_receiving:
+            return False
+        held.is_receiving = True
+        return True
+
+    def finish(self, slot: int) -> None:
+        """The bytes are final."""
+        del self._used[slot]
+        self._free.append(slot)
+
+    def quarantine(self, owner: FlowKey) -> bool:
+        """The handoff is over on our side; True if any slot is held back."""
+        held = [slot for slot in self._used.values() if slot.owner == owner]
+        for slot in held:
+            slot.is_quarantined = True
+        return bool(held)
+
+    def release_unused(self, owner: FlowKey) -> None:
+        """The sender will use none of the slots that it has not announced Data for."""
+        for number, slot in list(self._used.items()):
+            if slot.owner == owner and not slot.is_receiving:
+                self.finish(number)
+
+    def release_peer(self, connection: int) -> None:
+        """The link of `connection` is closed."""
+        for number, slot in list(self._used.items()):
+            if slot.owner[0] == connection:
+                self.finish(number)
+
+
+class Credits:
+    """Hands out free slots round robin to the flows that asked, one each in turn.
+
+    Slots go only to flows with a chunk ready to send: a flow that still computes holds none. Draining a slot needs
+    nothing but the slot and blocks that are reserved already, so flows cannot wait for each other in a circle.
+    """
+
+    def __init__(self, slots: SlotTable) -> None:
+        self._slots = slots
+        self._wanted: dict[FlowKey, int] = {}
+        self._granted: dict[FlowKey, int] = {}
+        self._turns: OrderedDict[FlowKey, None] = OrderedDict()
+
+    def want(self, flow: FlowKey, total: int) -> None:
+        """`flow` wants `total` slots since it began. A repeated or older total changes nothing."""
+        self._wanted[flow] = max(total, self._wanted.get(flow, 0))
+        self._granted.setdefault(flow, 0)
+        if self._wanted[flow] > self._granted[flow]:
+            self._turns.setdefault(flow)
+
+    def drop(self, flow: FlowKey) -> None:
+        self._wanted.pop(flow, None)
+        self._granted.pop(flow, None)
+        self._turns.pop(flow, None)
+
+    def drop_peer(self, connection: int) -> None:
+        for flow in [flow for flow in self._wanted if flow[0] == connection]:
+            self.drop(flow)
+
+    def hand_out(self) -> dict[FlowKey, tuple[int, ...]]:
+        """All free slots that somebody wants."""
+        given: dict[FlowKey, tuple[int, ...]] = {}
+        while self._turns and self._slots.num_free:
+            flow, _ = self._turns.popitem(last=False)
+            given[flow] = (*given.get(flow, ()), self._slots.grant(flow))
+            self._granted[flow] += 1
+            if self._wanted[flow] > self._granted[flow]:
+                self._turns[flow] = None
+        return given
+
+
+class SendSlots:
+    """The sender's slots: taken to gather into, given back when the transport has sent them.
+
+    Those who find none are called in turn, once per slot that comes back.
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        self.arena = Arena(num_slots, slot_bytes)
+        self._free = deque(range(num_slots))
+        self._waiting: OrderedDict[Callable[[], None], None] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def try_take(self, when_free: Callable[[], None]) -> int | None:
+        """A slot, or None: then `when_free` is called once when one may be had."""
+        if self._free:
+            return self._free.popleft()
+        self._waiting.setdefault(when_free)
+        return None
+
+    def give_back(self, slot: int) -> None:
+        self._free.append(slot)
+        if self._waiting:
+            when_free, _ = self._waiting.popitem(last=False)
+            when_free()
+
+    def forget(self, when_free: Callable[[], None]) -> None:
+        """NOTE: a waiter that was called and no longer wants a slot must pass the call on: see `pass_on`."""
+        self._waiting.pop(when_free, None)
+
+    def pass_on(self) -> None:
+        if self._free and self._waiting:
+            when_free, _ = self._waiting.popitem(last=False)
+            when_free()
