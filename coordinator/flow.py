@@ -118,9 +118,10 @@ class Flow:
         sampling = request.sampling
         if len(known) == len(request.output_ids):
             return None
-        stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_ids)
-        if known[-1] in stops:
+        if known[-1] in sampling.stop_token_ids:
             return Finished("stop", stop_token_id=known[-1])
+        if known[-1] in self._eos_ids and not sampling.ignore_eos:
+            return Finished("stop")
         return Finished("length") if len(known) >= sampling.max_tokens else None
 
     async def _attempt(

@@ -59,6 +59,8 @@ class Kernels(Protocol):
 
     def linear(self, x: Tensor, layer: Linear) -> Tensor: ...
 
+    def logits(self, x: Tensor, head: Linear) -> Tensor: ...
+
     def write_kv(self, kv: Tensor, k: Tensor, v: Tensor, block_ids: Tensor, slots: Tensor) -> None: ...
 
     def paged_attention(self, q: Tensor, kv: Tensor, block_table: Tensor, context_lens: Tensor) -> Tensor: ...
@@ -81,7 +83,7 @@ class Model:
         self.device = loaded.weights.embedding.device
         self._kernels = select_kernels(self.device)
         self._inv_freq = inverse_frequencies(self.spec).to(self.device)
-        # The head keeps its plain weight, packed or not: the best logits are refined from it.
+        # Packed or not, the head keeps its plain weight: the best logits are refined from it.
         loaded.weights.lm_head.is_shared = True
         for layer in loaded.weights.layers:
             for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
@@ -98,9 +100,7 @@ class Model:
         if not len(plan.wanted):
             return torch.empty(0, self.spec.vocab_size, device=self.device)
         final = self._norm(hidden[plan.wanted], self._weights.final_norm)
-        head = self._weights.lm_head
-        assert head.weight is not None, "the head keeps its plain weight"
-        return reference.refined_logits(self._kernels.linear(final, head), final, head.weight)
+        return self._kernels.logits(final, self._weights.lm_head)
 
     def _layer(
         self, hidden: Tensor, layer: LayerWeights, plan: StepPlan, kv: Tensor, rotation: tuple[Tensor, Tensor]
@@ -115,7 +115,8 @@ class Model:
         attended = self._attend(q, kv, plan).view(len(hidden), -1)
         hidden = hidden + self._kernels.linear(attended, layer.out)
         normed = self._norm(hidden, layer.mlp_norm)
-        return hidden + self._kernels.linear(reference.swiglu(self._kernels.linear(normed, layer.gate_up)), layer.down)
+        inner = reference.swiglu(self._kernels.linear(normed, layer.gate_up)).to(self.dtype)
+        return hidden + self._kernels.linear(inner, layer.down)
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return reference.rms_norm(hidden, weight, self.spec.norm_eps).to(self.dtype)

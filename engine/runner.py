@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contracts.errors import EngineError
+from contracts.errors import ConfigError, EngineError
 from engine.kv import KvSlab
 from engine.model import Chunk, DecodeGroup, Model, StepPlan
 
@@ -33,16 +33,22 @@ class Runner:
     """The model on its device, with the slab it writes. One thread calls `execute`."""
 
     def __init__(self, model: Model, slab: KvSlab, num_threads: int = 1) -> None:
+        """Raises ConfigError if `slab` was not made for this model."""
+        spec = model.spec
+        expected = (spec.num_layers, spec.num_kv_heads, spec.head_dim, model.dtype, model.device.type)
+        found = (slab.num_layers, slab.num_kv_heads, slab.head_dim, slab.dtype, slab.device.type)
+        if found != expected:
+            raise ConfigError(f"kv slab: expected layers, kv heads, head dim, dtype, device {expected} but got {found}")
         self._model = model
         self._slab = slab
         self._num_threads = num_threads
         self._has_set_threads = False
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def execute(self, items: Sequence[StepItem]) -> Tensor:
         """Run all items as one step: logits [number of wanted, V] float32, in item order.
 
-        Raises EngineError if an item has no token or too few blocks.
+        Raises EngineError if an item has no token, too few blocks, or goes past the model's context.
         """
         if not self._has_set_threads:
             torch.set_num_threads(self._num_threads)  # per calling thread
@@ -120,6 +126,10 @@ class Runner:
         end = item.start + len(item.token_ids)
         if not item.token_ids or end > num_slots:
             raise EngineError(f"expected 1 to {num_slots - item.start} new tokens but got {len(item.token_ids)}")
+        if item.start < 0 or end > self._model.spec.max_position:
+            raise EngineError(
+                f"expected positions within 0 to {self._model.spec.max_position} but got {item.start} to {end}"
+            )
 
     def _index(self, values: object) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._slab.device)

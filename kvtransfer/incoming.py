@@ -94,7 +94,7 @@ class Incoming:
         on_done: Callable[[HandoffState | BatonError], object],
         leave: Callable[[Incoming, BatonError | None], None],
     ) -> None:
-        """`leave(incoming, error)` is called once at the end: READY (None), or why the peer must be told to stop."""
+        """`leave(incoming, error)` is called once, when it is over; with an error if the peer must be told to stop."""
         self.reservation = reservation
         self.state = IncomingState.EXPECTED
         self.connection: int | None = None  # which connection's Open was accepted
@@ -163,10 +163,10 @@ class Incoming:
         self._on_done(message.state)
         return True
 
-    def fail(self, error: BatonError) -> None:
+    def fail(self, error: BatonError, tell_peer: bool = True) -> None:
         if not self.is_over:
             self.state = IncomingState.FAILED
-            self._leave(self, error)
+            self._leave(self, error if tell_peer else None)
             self._on_done(error)
 
 

@@ -249,8 +249,6 @@ class Outgoing:
         """Send one chunk, then let the loop breathe: others' chunks and messages come in between."""
         self._is_pumping = False
         if self._is_done or not self._credits or not self._plan.has_next:
-            if not self._is_done:
-                return
             self._route.slots.pass_on()
             return
         slot = self._route.slots.try_take(self._pump_soon)

@@ -170,10 +170,10 @@ class SendSlots:
             when_free()
 
     def forget(self, when_free: Callable[[], None]) -> None:
-        """NOTE: a waiter that was called and no longer wants a slot must pass the call on: see `pass_on`."""
         self._waiting.pop(when_free, None)
 
     def pass_on(self) -> None:
+        """NOTE: to be called by a waiter that was called and wants no slot any more, or the others wait for ever."""
         if self._free and self._waiting:
             when_free, _ = self._waiting.popitem(last=False)
             when_free()

@@ -130,6 +130,8 @@ class Worker:
 
     def check_health(self) -> None:
         """Raises EngineError if the engine thread is dead or stuck in a step."""
+        if self._engine.failure is not None:
+            raise EngineError(f"{self._worker_id}: the engine thread ended: {self._engine.failure!r}")
         age_s = self._engine.step_age_s
         if age_s > self._config.engine.stall_timeout_s:
             raise EngineError(f"{self._worker_id}: no sign of life from the engine for {age_s:.1f} s")
@@ -244,7 +246,7 @@ class Worker:
         return Status(
             self._worker_id,
             self._incarnation,
-            is_ready=not self._is_draining and age_s < self._config.engine.stall_timeout_s,
+            is_ready=not self._is_draining and self._engine.failure is None and age_s < self._config.engine.stall_timeout_s,
             step_age_s=age_s,
             num_running=self._phases.decode.num_running + self._phases.prefill.num_running,
             num_waiting=self._phases.decode.num_waiting + self._phases.prefill.num_waiting,

@@ -4,9 +4,8 @@ Products, by what the CPU can do:
     float32                        oneDNN, weights packed once: 1.3 to 2 times torch's own product from 4 rows on
     bfloat16 with instructions     oneDNN, weights packed once
     bfloat16 without (AVX2)        torch's own product is a scalar loop beyond a few rows, so the weight is widened for
-                                   the call: products of bfloat16 numbers are exact in float32 and the sum is rounded
-                                   once, which is what the instructions do. All linears of SmolLM2-135M at 8 rows:
-                                   211 ms native, 86 ms widened; at 1 row native wins (31 against 51 ms)
+                                   the call. Products of bfloat16 numbers are exact in float32; the sum stays float32,
+                                   for one and for many rows alike, so that a batch of another size changes nothing
 
 Attention reads the slab as rows, one row per (block, K or V, head): such a plane is contiguous, so gathering a table is
 a sequence of plain copies that land in the order the products want. Gathering whole blocks and transposing, as
@@ -22,7 +21,8 @@ from torch import Tensor
 from engine.kernels import reference
 from engine.weights import Linear, has_native_bf16
 
-MAX_NATIVE_ROWS = 4
+MAX_NATIVE_HEAD_ROWS = 4
+"""Rows up to which the head multiplies in bfloat16 without instructions: widening a vocabulary costs more than that."""
 MAX_QUERY_ROWS = 64
 """Queries of one prefill product: larger tiles leave the cache, smaller ones pay more calls."""
 
@@ -43,16 +43,21 @@ def pack(layer: Linear) -> None:
 
 
 def linear(x: Tensor, layer: Linear) -> Tensor:
-    """x [T, in] -> [T, out]."""
+    """x [T, in] -> [T, out] in x's dtype, or in float32 where that costs nothing."""
     if layer.packed is not None:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, layer.packed, layer.bias, "none", [], "")
         return product
-    weight = layer.weight
-    assert weight is not None, "neither packed nor plain"
-    if x.dtype == torch.bfloat16 and len(x) > MAX_NATIVE_ROWS:
-        bias = None if layer.bias is None else layer.bias.float()
-        return F.linear(x.float(), weight.float(), bias).to(x.dtype)
-    return F.linear(x, weight, layer.bias)
+    assert layer.weight is not None, "neither packed nor plain"
+    bias = None if layer.bias is None else layer.bias.float()
+    return F.linear(x.float(), layer.weight.float(), bias)
+
+
+def logits(x: Tensor, head: Linear) -> Tensor:
+    """x [R, hidden] -> [R, V] float32; the head keeps its plain weight."""
+    assert head.weight is not None, "the head keeps its plain weight"
+    if head.packed is None and x.dtype == torch.bfloat16 and len(x) <= MAX_NATIVE_HEAD_ROWS:
+        return reference.refined_logits(F.linear(x, head.weight), x, head.weight)
+    return reference.refined_logits(linear(x, head), x, head.weight)
 
 
 def write_kv(kv: Tensor, k: Tensor, v: Tensor, block_ids: Tensor, slots: Tensor) -> None:
@@ -76,7 +81,7 @@ def paged_attention(q: Tensor, kv: Tensor, block_table: Tensor, context_lens: Te
     is_outside = torch.arange(scores.shape[-1]) >= context_lens.view(-1, 1, 1)
     probs = scores.masked_fill_(is_outside, -torch.inf).softmax(dim=-1)
     mixed = torch.bmm(probs.view(num_seqs * num_kv_heads, -1, scores.shape[-1]), values)
-    return mixed.view(num_seqs, num_heads, head_dim).to(q.dtype)
+    return mixed.view(num_seqs, num_heads, head_dim).to(kv.dtype)
 
 
 def prefill_attention(q: Tensor, kv: Tensor, block_ids: Tensor, start: int) -> Tensor:
@@ -85,7 +90,7 @@ def prefill_attention(q: Tensor, kv: Tensor, block_ids: Tensor, start: int) -> T
     num_kv_heads = kv.shape[2]
     keys, values = _gather(kv, block_ids[None])
     queries = (q.float() * head_dim**-0.5).view(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype)
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=kv.dtype)
     for low in range(0, num_tokens, MAX_QUERY_ROWS):
         high = min(low + MAX_QUERY_ROWS, num_tokens)
         mixed = reference.causal(queries[:, :, low:high], keys, values, start + low)

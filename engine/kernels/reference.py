@@ -42,9 +42,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """[T, 2 * inner] -> silu(first half) * second half, [T, inner]."""
+    """[T, 2 * inner] -> silu(first half) * second half, [T, inner] float32."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(gate_up.dtype)
+    return F.silu(gate) * up
 
 
 def write_kv(kv: Tensor, k: Tensor, v: Tensor, block_ids: Tensor, slots: Tensor) -> None:
@@ -54,7 +54,8 @@ def write_kv(kv: Tensor, k: Tensor, v: Tensor, block_ids: Tensor, slots: Tensor)
 
 
 def paged_attention(q: Tensor, kv: Tensor, block_table: Tensor, context_lens: Tensor) -> Tensor:
-    """Decode attention: q [B, H, D], kv [N, 2, K, S, D], block_table [B, M], context_lens [B] -> [B, H, D].
+    """Decode attention: q [B, H, D], kv [N, 2, K, S, D], block_table [B, M], context_lens [B] -> [B, H, D]
+    in kv's dtype.
 
     Entries of `block_table` past a sequence's context may be any valid block.
     """
@@ -71,7 +72,13 @@ def paged_attention(q: Tensor, kv: Tensor, block_table: Tensor, context_lens: Te
     probs = scores.masked_fill(is_outside, -torch.inf).softmax(dim=-1)
     probs = probs.view(num_seqs, num_kv_heads, group, -1, num_slots).permute(0, 3, 1, 2, 4)
     mixed: Tensor = (probs @ values).sum(dim=1)  # [B, K, G, D]
-    return mixed.reshape(num_seqs, num_heads, head_dim).to(q.dtype)
+    return mixed.reshape(num_seqs, num_heads, head_dim).to(kv.dtype)
+
+
+def logits(x: Tensor, head: Linear) -> Tensor:
+    """x [R, hidden] -> [R, V] float32; the head keeps its plain weight."""
+    assert head.weight is not None, "packed by another kernel set"
+    return refined_logits(linear(x, head), x, head.weight)
 
 
 def refined_logits(rounded: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -89,7 +96,7 @@ def refined_logits(rounded: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 def prefill_attention(q: Tensor, kv: Tensor, block_ids: Tensor, start: int) -> Tensor:
     """Causal attention of a chunk: q [T, H, D] at positions start … start + T - 1, kv [N, 2, K, S, D] that already
-    holds their keys, block_ids [M] of the one sequence -> [T, H, D]."""
+    holds their keys, block_ids [M] of the one sequence -> [T, H, D] in kv's dtype."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[2]
     group = num_heads // num_kv_heads
@@ -102,7 +109,7 @@ def prefill_attention(q: Tensor, kv: Tensor, block_ids: Tensor, start: int) -> T
         for low in range(0, num_tokens, MAX_QUERY_ROWS)
     ]
     mixed = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]  # [K, G, T, D]
-    return mixed.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim).to(q.dtype)
+    return mixed.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim).to(kv.dtype)
 
 
 def causal(queries: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:

@@ -1,0 +1,206 @@
+"""One worker's end of all handoffs: the door through which the worker uses this package.
+
+    start ──► kv_port (control, authenticated) + data address (published in the handshake)
+    as sender:    set_peers ──► one Sender per decode worker ──► open ──► Outgoing
+    as receiver:  expect ──► Incoming, filled over a connection that the sender made
+    close ──► all connections end; every handoff that is open ends with an error
+
+Everything runs on the event loop that called `start`, except the three methods of Outgoing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from contracts.blocks import KvLayout
+from contracts.channel import Channel, ChannelServer
+from contracts.config import TransferConfig
+from contracts.errors import BatonError, ConfigError, HandoffError, WorkerLostError
+from contracts.messages import HandoffState, Hello, PeerStatus, WorkerInfo
+from contracts.ticket import Ticket
+from kvtransfer.incoming import Incoming, Reservation
+from kvtransfer.memory import MemoryTransport
+from kvtransfer.outgoing import Outgoing, OutgoingResult
+from kvtransfer.pages import Pages
+from kvtransfer.receiver import Receiver
+from kvtransfer.sender import Sender, check_peer
+from kvtransfer.slots import SendSlots, SlotCounts
+from kvtransfer.tcp import TcpTransport
+from kvtransfer.transport import TOKEN_BYTES, Transport
+
+logger = logging.getLogger("baton.kvtransfer")
+
+
+def choose_transport(name: str, host: str) -> Transport:
+    """The transport that `transfer.transport` names. Raises ConfigError for one that is not there."""
+    if name == "memory":
+        return MemoryTransport()
+    if name == "ucx":
+        raise ConfigError(
+            "transfer.transport: ucx arrives with the UCX transport, a later version; set it to tcp or auto"
+        )
+    if name == "auto":
+        logger.info("transfer.transport auto: tcp, the only transport between processes in this version")
+    elif name != "tcp":
+        raise ConfigError(f"transfer.transport: expected auto, tcp, memory or ucx but got {name!r}")
+    return TcpTransport(host)
+
+
+class KvEndpoint:
+    """`on_peers_changed` is called, on the event loop, when a PeerStatus changes."""
+
+    def __init__(
+        self,
+        identity: tuple[str, int],
+        fingerprint: str,
+        layout: KvLayout,
+        slab: Tensor,
+        config: TransferConfig,
+        secret: bytes,
+    ) -> None:
+        """`slab` [N, L, 2, K, S, D]. Raises ConfigError if it is not of `layout`, or one token does not fit a slot."""
+        if layout.bytes_per_token > config.slot_bytes:
+            raise ConfigError(
+                f"transfer.slot_bytes: expected at least {layout.bytes_per_token} (one token's KV) but got {config.slot_bytes}"
+            )
+        self._identity = identity
+        self._config = config
+        self._secret = secret
+        self._hello = Hello(*identity, "kv", b"", fingerprint, layout)
+        self._pages = Pages(slab, layout)
+        self._receiver = Receiver(identity, secret, self._pages, config)
+        self._send_slots = SendSlots(config.num_slots, config.slot_bytes)
+        self._senders: dict[str, Sender] = {}
+        self._tasks: dict[asyncio.Task[None], Sender] = {}
+        self._address = ""
+        self.on_peers_changed: Callable[[], None] | None = None
+
+    async def start(self, host: str) -> int:
+        """Listen; returns the kv_port. Raises ConfigError if the configured transport is not available."""
+        self._transport = choose_transport(self._config.transport, host)
+        self._address = await self._transport.listen()
+        self._server = ChannelServer(
+            self._make_hello, self._secret, self._serve, lambda peer: check_peer(self._hello, peer)
+        )
+        return await self._server.start(host)
+
+    async def close(self) -> None:
+        """End all connections. Handoffs that were open over them have ended when this returns."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._senders.clear()
+        await self._server.close()
+        await self._transport.close()
+
+    # --- as a sender ------------------------------------------------------------------------------------------------
+
+    def set_peers(self, workers: Sequence[WorkerInfo]) -> None:
+        """Keep a connection to each of `workers`, and to nobody else. An older incarnation never replaces a newer."""
+        wanted = {info.worker_id: info for info in workers if info.worker_id != self._identity[0]}
+        for worker_id, sender in list(self._senders.items()):
+            info = wanted.get(worker_id)
+            if info is not None and info.incarnation < sender.info.incarnation:
+                wanted[worker_id] = info = sender.info
+            if info is None or _life(info) != _life(sender.info):
+                del self._senders[worker_id]
+                for task in [task for task, owner in self._tasks.items() if owner is sender]:
+                    task.cancel()
+        for worker_id, info in wanted.items():
+            if worker_id not in self._senders:
+                self._add(info)
+        self._changed()
+
+    def peer_statuses(self) -> tuple[PeerStatus, ...]:
+        return tuple(sender.status for _, sender in sorted(self._senders.items()))
+
+    def open(
+        self,
+        ticket: Ticket,
+        block_ids: Sequence[int],
+        start: int,
+        on_done: Callable[[OutgoingResult], None],
+    ) -> Outgoing:
+        """Hand tokens [start, ticket.num_tokens) of the sequence in `block_ids` to the ticket's target.
+
+        `on_done` is called exactly once, later, on the event loop, whatever happens; until then the blocks may be read.
+        """
+        sender = self._senders.get(ticket.target_id)
+        if sender is None:
+            lost = WorkerLostError(f"{ticket.target_id} is not among the peers")
+            return Outgoing(ticket, block_ids, start, on_done, lost)
+        return sender.open(ticket, block_ids, start, on_done)
+
+    # --- as a receiver ----------------------------------------------------------------------------------------------
+
+    def expect(
+        self,
+        handoff_id: str,
+        request_id: str,
+        prompt_hash: bytes,
+        num_tokens: int,
+        start: int,
+        block_ids: Sequence[int],
+        *,
+        on_start: Callable[[], object] | None = None,
+        on_done: Callable[[HandoffState | BatonError], object],
+    ) -> Incoming:
+        """Let the genuine ticket of this handoff fill tokens [start, num_tokens) of `block_ids`.
+
+        `on_start`: the sender has opened it. `on_done`: once, at the end; not after `Incoming.cancel`. How long to wait
+        for the sender is the caller's decision.
+        """
+        size = self._pages.layout.block_size
+        assert 0 <= start <= num_tokens <= len(block_ids) * size, (start, num_tokens, len(block_ids))
+        assert all(0 <= block < self._pages.num_blocks for block in block_ids)
+        reservation = Reservation(
+            handoff_id, request_id, prompt_hash, num_tokens, start, tuple(block_ids)
+        )
+        try:
+            return self._receiver.expect(reservation, on_start, on_done)
+        except HandoffError as error:
+            refused = Incoming(reservation, self._pages, on_start, on_done, lambda _incoming, _error: None)
+            asyncio.get_running_loop().call_soon(refused.fail, error)
+            return refused
+
+    @property
+    def slot_counts(self) -> SlotCounts:
+        """The receiving slots by state, for audits."""
+        return self._receiver.slot_counts
+
+    @property
+    def num_free_send_slots(self) -> int:
+        return self._send_slots.num_free
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _make_hello(self) -> Hello:
+        token = secrets.token_bytes(TOKEN_BYTES)
+        return replace(self._hello, data_address=self._address, bind_token=token)
+
+    async def _serve(self, channel: Channel, hello: Hello) -> None:
+        link = await self._transport.accept(hello.bind_token, self._config.connect_timeout_s)
+        await self._receiver.serve(channel, link)
+
+    def _add(self, info: WorkerInfo) -> None:
+        sender = Sender(
+            info, self._hello, self._secret, self._transport, self._pages, self._send_slots, self._config, self._changed
+        )  # fmt: skip
+        self._senders[info.worker_id] = sender
+        task = asyncio.create_task(sender.run())
+        self._tasks[task] = sender
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+
+    def _changed(self) -> None:
+        if self.on_peers_changed is not None:
+            self.on_peers_changed()
+
+
+def _life(info: WorkerInfo) -> tuple[int, str, int]:
+    return info.incarnation, info.host, info.kv_port

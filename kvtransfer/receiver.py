@@ -1,0 +1,288 @@
+"""Decode's side of all connections: reservations, slots, credits, and what each message does to them.
+
+    connection:  hello (checked) ──► data link bound by token ──► messages ──EOF │ silence │ nonsense──► fenced
+    fenced:      its handoffs fail at once, then the link is closed, then its slots are free
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from contracts.channel import Channel
+from contracts.config import TransferConfig
+from contracts.errors import BatonError, HandoffError, ProtocolError, WorkerLostError, to_wire
+from contracts.messages import (
+    Abort,
+    AbortOk,
+    ChunkDone,
+    Commit,
+    Data,
+    Fin,
+    Grant,
+    HandoffState,
+    Message,
+    Open,
+    Ping,
+    Pong,
+    Probe,
+    ProbeDone,
+    Want,
+)
+from contracts.ticket import is_genuine
+from kvtransfer.incoming import Incoming, IncomingState, Reservation, check_ticket
+from kvtransfer.pages import Pages, checksum
+from kvtransfer.slots import Arena, Credits, SlotCounts, SlotTable
+from kvtransfer.transport import Link, LinkClosed, Op
+from kvtransfer.watch import Watch
+
+logger = logging.getLogger("baton.kvtransfer")
+
+NUM_TOMBSTONES = 4096
+QUARANTINE_TIMEOUT_S = 2.0
+
+
+@dataclass(eq=False, slots=True)
+class _Connection:
+    number: int
+    channel: Channel
+    link: Link
+    receiving: dict[int, float] = field(default_factory=dict)  # slot -> deadline of its bytes
+    aborting: dict[str, float] = field(default_factory=dict)  # handoff -> deadline of AbortOk
+
+    @property
+    def source(self) -> tuple[str, int]:
+        return self.channel.peer.sender_id, self.channel.peer.incarnation
+
+    def tell(self, message: Message) -> None:
+        """NOTE: a connection that is gone is found out by its reader, not by whoever has something to say."""
+        try:
+            self.channel.send(message)
+        except WorkerLostError:
+            self.channel.abort()
+
+
+class Receiver:
+    """One per endpoint. All methods on the event loop."""
+
+    def __init__(
+        self, identity: tuple[str, int], secret: bytes, pages: Pages, config: TransferConfig
+    ) -> None:
+        self._identity = identity
+        self._secret = secret
+        self._pages = pages
+        self._config = config
+        self._arena = Arena(config.num_slots, config.slot_bytes)
+        self._slots = SlotTable(config.num_slots)
+        self._credits = Credits(self._slots)
+        self._incoming: dict[str, Incoming] = {}
+        self._committed: OrderedDict[str, tuple[str, int]] = OrderedDict()  # handoff -> source
+        self._connections: dict[int, _Connection] = {}
+        self._numbers = itertools.count()
+
+    @property
+    def slot_counts(self) -> SlotCounts:
+        return self._slots.counts()
+
+    @property
+    def num_expected(self) -> int:
+        return len(self._incoming)
+
+    def expect(
+        self,
+        reservation: Reservation,
+        on_start: Callable[[], object] | None,
+        on_done: Callable[[HandoffState | BatonError], object],
+    ) -> Incoming:
+        """Raises HandoffError if the handoff is expected, or was committed, already."""
+        handoff_id = reservation.handoff_id
+        if handoff_id in self._incoming or handoff_id in self._committed:
+            raise HandoffError(f"expected a new handoff but {handoff_id} is known already")
+        incoming = Incoming(reservation, self._pages, on_start, on_done, self._leave)
+        self._incoming[handoff_id] = incoming
+        return incoming
+
+    async def serve(self, channel: Channel, link: Link) -> None:
+        """One connection, to its end. Raises what ended it."""
+        connection = _Connection(next(self._numbers), channel, link)
+        self._connections[connection.number] = connection
+        timeout_s = self._config.peer_timeout_s
+        watch = Watch(timeout_s, lambda: self._look(connection), channel.abort)
+        try:
+            while True:
+                message = await channel.receive()
+                watch.heard()
+                self._handle(connection, message)
+        except ProtocolError as error:
+            logger.warning("%s: %s", channel.peer.sender_id, error)
+            raise
+        finally:
+            watch.stop()
+            del self._connections[connection.number]
+            channel.abort()
+            self._fail_all(connection)
+            try:
+                await link.close()
+            finally:
+                self._slots.release_peer(connection.number)
+                self._hand_out()
+
+    # --- messages ---------------------------------------------------------------------------------------------------
+
+    def _handle(self, connection: _Connection, message: Message) -> None:
+        match message:
+            case Open():
+                self._open(connection, message)
+            case Want(handoff_id, num_chunks):
+                if not handoff_id or self._find(connection, handoff_id):
+                    self._credits.want((connection.number, handoff_id), num_chunks)
+                    self._hand_out()
+            case Data():
+                self._data(connection, message)
+            case Fin():
+                self._fin(connection, message)
+            case Abort(handoff_id):
+                self._aborted(connection, message)
+            case AbortOk(handoff_id):
+                connection.aborting.pop(handoff_id, None)
+                self._slots.release_unused((connection.number, handoff_id))
+                self._hand_out()
+            case Probe():
+                self._receive(connection, message.slot, message)
+            case Ping(number):
+                connection.tell(Pong(number))
+            case _:
+                raise ProtocolError(f"expected a sender's message but got {type(message).__name__}")
+
+    def _open(self, connection: _Connection, message: Open) -> None:
+        ticket = message.ticket
+        incoming = self._incoming.get(ticket.handoff_id)
+        try:
+            if not is_genuine(ticket, self._secret):
+                raise HandoffError(f"ticket of handoff {ticket.handoff_id} is not genuine")
+            check_ticket(ticket, connection.source, self._identity)
+            if incoming is None:
+                if self._committed.get(ticket.handoff_id) == connection.source:
+                    return  # late duplicate
+                raise HandoffError(f"handoff {ticket.handoff_id} is not expected here (any more)")
+            incoming.check(message)
+            if incoming.connection not in (None, connection.number):
+                raise HandoffError(f"handoff {ticket.handoff_id} is open on another connection")
+        except HandoffError as error:
+            connection.tell(Abort(ticket.handoff_id, to_wire(error)))
+            return
+        if incoming.connection is None:
+            incoming.open(connection.number)
+
+    def _data(self, connection: _Connection, message: Data) -> None:
+        incoming = self._find(connection, message.handoff_id)
+        if incoming is not None:
+            try:
+                incoming.check_data(message)
+            except ProtocolError as error:
+                incoming.fail(error)
+        # Whatever became of the handoff: bytes announced for a granted slot are received, or the link would stand.
+        self._receive(connection, message.slot, message)
+
+    def _fin(self, connection: _Connection, message: Fin) -> None:
+        handoff_id = message.handoff_id
+        incoming = self._find(connection, handoff_id)
+        if incoming is not None:
+            if incoming.finish(message):
+                connection.tell(Commit(handoff_id))
+        elif self._committed.get(handoff_id) == connection.source:
+            connection.tell(Commit(handoff_id))
+        elif handoff_id not in self._incoming:
+            error = HandoffError(f"handoff {handoff_id} is not expected here (any more)")
+            connection.tell(Abort(handoff_id, to_wire(error)))
+
+    def _aborted(self, connection: _Connection, message: Abort) -> None:
+        key = (connection.number, message.handoff_id)
+        incoming = self._find(connection, message.handoff_id)
+        if incoming is not None:
+            incoming.fail(HandoffError(f"the sender gave up: {message.error.message}"), tell_peer=False)
+        self._slots.release_unused(key)
+        connection.aborting.pop(message.handoff_id, None)
+        connection.tell(AbortOk(message.handoff_id))
+        self._hand_out()
+
+    # --- slots ------------------------------------------------------------------------------------------------------
+
+    def _receive(self, connection: _Connection, slot: int, message: Data | Probe) -> None:
+        handoff_id = message.handoff_id if isinstance(message, Data) else ""
+        if not self._slots.try_begin(slot, (connection.number, handoff_id)):
+            logger.debug("%s: ignored data for slot %d, not granted", connection.source[0], slot)
+            return
+        connection.receiving[slot] = time.monotonic() + self._config.progress_timeout_s
+        op = connection.link.post_recv(slot, self._arena.views[slot])
+        op.final.add_done_callback(lambda _final: self._received(connection, slot, message, op))
+
+    def _received(self, connection: _Connection, slot: int, message: Data | Probe, op: Op) -> None:
+        connection.receiving.pop(slot, None)
+        if connection.number not in self._connections:
+            return  # fenced: `serve` frees the slots, after the link is closed
+        error = op.final.exception()
+        if isinstance(error, LinkClosed):
+            connection.channel.abort()
+            return
+        num_bytes = 0 if error is not None else op.final.result()
+        answer: Message | None = None
+        if isinstance(message, Probe):
+            buffer = self._arena.tensors[slot][:num_bytes]
+            is_ok = num_bytes == message.num_bytes and checksum(buffer) == message.checksum
+            answer = ProbeDone(slot, is_ok)
+        else:
+            incoming = self._find(connection, message.handoff_id)
+            if incoming is not None:
+                is_ok = incoming.take(message, num_bytes, self._arena.tensors[slot])
+                answer = ChunkDone(message.handoff_id, message.chunk, slot, is_ok)
+        self._slots.finish(slot)
+        if answer is not None:
+            connection.tell(answer)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        for (number, handoff_id), slots in self._credits.hand_out().items():
+            self._connections[number].tell(Grant(handoff_id, slots))
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def _leave(self, incoming: Incoming, told: BatonError | None) -> None:
+        handoff_id = incoming.reservation.handoff_id
+        del self._incoming[handoff_id]
+        connection = self._connections.get(-1 if incoming.connection is None else incoming.connection)
+        if connection is None:
+            return
+        key = (connection.number, handoff_id)
+        self._credits.drop(key)
+        if incoming.state is IncomingState.READY:
+            self._slots.release_unused(key)
+            self._committed[handoff_id] = connection.source
+            if len(self._committed) > NUM_TOMBSTONES:
+                self._committed.popitem(last=False)
+        if told is not None:
+            connection.tell(Abort(handoff_id, to_wire(told)))
+        if self._slots.quarantine(key) and told is not None:
+            connection.aborting[handoff_id] = time.monotonic() + QUARANTINE_TIMEOUT_S
+
+    def _find(self, connection: _Connection, handoff_id: str) -> Incoming | None:
+        incoming = self._incoming.get(handoff_id)
+        return incoming if incoming is not None and incoming.connection == connection.number else None
+
+    def _fail_all(self, connection: _Connection) -> None:
+        self._credits.drop_peer(connection.number)
+        error = WorkerLostError(f"{connection.source[0]} was lost during the handoff")
+        for incoming in list(self._incoming.values()):
+            if incoming.connection == connection.number:
+                incoming.fail(error, tell_peer=False)
+
+    def _look(self, connection: _Connection) -> None:
+        """Fence a peer that talks but neither sends what it announced nor lets go of what it was granted."""
+        deadlines = (*connection.receiving.values(), *connection.aborting.values())
+        if deadlines and min(deadlines) < time.monotonic():
+            logger.warning("%s: announced data or an answer to an abort is overdue", connection.source[0])
+            connection.channel.abort()

@@ -1,0 +1,42 @@
+"""Is the peer still there? Looks a few times per timeout, by timers of the event loop, and costs nothing in between."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+LOOKS_PER_TIMEOUT = 5
+
+
+class Watch:
+    """Calls `on_look()` regularly until `stop`; `on_silence()` once, when `heard` was not called for `timeout_s`."""
+
+    def __init__(
+        self, timeout_s: float, on_look: Callable[[], None], on_silence: Callable[[], None]
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._period_s = timeout_s / LOOKS_PER_TIMEOUT
+        self._on_look = on_look
+        self._on_silence = on_silence
+        self._loop = asyncio.get_running_loop()
+        self._heard_s = self._looked_s = time.monotonic()
+        self._timer = self._loop.call_later(self._period_s, self._look)
+
+    def heard(self) -> None:
+        self._heard_s = time.monotonic()
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._looked_s > 2 * self._period_s:
+            # NOTE: we slept ourselves (stopped, or a long hold of the interpreter); the peer's word may lie unread.
+            self._heard_s = now_s
+        self._looked_s = now_s
+        if now_s - self._heard_s > self._timeout_s:
+            self._on_silence()
+            return
+        self._timer = self._loop.call_later(self._period_s, self._look)
+        self._on_look()
