@@ -178,8 +178,10 @@ def _start(
 
 
 def _build_app(given: dict[str, str]) -> Any:
+    """One machine: workers need not be reachable from outside, unless the configuration says where."""
     app = importlib.import_module("coordinator.app")
-    return app.build(app.BuildArgs(**given))
+    is_placed = load_config(given.get("config")).transfer.host is not None
+    return app.build(given if is_placed else {**given, "transfer.host": "127.0.0.1"})
 
 
 def _logical_cpus(config: BatonConfig) -> int:
