@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,16 @@ def baton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @pytest.fixture
-def client(baton: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{baton.url}/v1", api_key="none", timeout=120.0, max_retries=0)
+def client(baton: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{baton.url}/v1", api_key="none", timeout=120.0, max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture
-def busy_client(baton: Running) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{baton.url}/v1", api_key="none", timeout=180.0, max_retries=0)
+async def busy_client(baton: Running) -> AsyncIterator[openai.AsyncOpenAI]:
+    limits = {"base_url": f"{baton.url}/v1", "api_key": "none", "timeout": 180.0, "max_retries": 0}
+    async with openai.AsyncOpenAI(**limits) as client:  # type: ignore[arg-type]
+        yield client
 
 
 def ask(case: dict[str, Any], **extra: Any) -> dict[str, Any]:
@@ -82,7 +85,9 @@ def test_a_chat_is_answered_like_the_reference(client: openai.OpenAI) -> None:
 
 def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
     text = golden_text(CHATS[0], client)
-    chunks = list(client.chat.completions.create(**ask(CHATS[0]), stream=True, stream_options={"include_usage": True}))
+    chunks = list(
+        client.chat.completions.create(**ask(CHATS[0]), stream=True, stream_options={"include_usage": True})
+    )
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
     assert chunks[-1].usage is not None
@@ -91,7 +96,9 @@ def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
 
 def test_a_completion_from_token_ids(client: openai.OpenAI) -> None:
     case = CHATS[0]
-    answer = client.completions.create(model=MODEL, prompt=case["prompt_ids"], max_tokens=NUM_TOKENS, temperature=0)
+    answer = client.completions.create(
+        model=MODEL, prompt=case["prompt_ids"], max_tokens=NUM_TOKENS, temperature=0
+    )
     assert case["text"].startswith(answer.choices[0].text)
 
 
@@ -138,7 +145,11 @@ def test_unknown_things_answer_in_openais_form(baton: Running, client: openai.Op
         client.chat.completions.create(**ask(CHATS[0]) | {"model": "gpt-9"})
     assert caught.value.code == "model_not_found"
     assert baton.get("/v1/nothing").json()["error"]["type"] == "invalid_request_error"
-    bad = httpx.post(f"{baton.url}/v1/chat/completions", content=b'{"model": ', headers={"content-type": "application/json"})
+    bad = httpx.post(
+        f"{baton.url}/v1/chat/completions",
+        content=b'{"model": ',
+        headers={"content-type": "application/json"},
+    )
     assert (bad.status_code, bad.json()["error"]["code"]) == (400, "invalid_value")
 
 
@@ -147,7 +158,10 @@ def test_models_health_and_metrics(baton: Running, client: openai.OpenAI) -> Non
     assert baton.get("/health").status_code == 200
     assert baton.get("/ready").json()["is_ready"] is True
     metrics = baton.get("/metrics").text
-    assert 'baton_worker_blocks{role="decode",state="free"' in metrics.replace(", ", ",") or "baton_worker_blocks" in metrics
+    assert (
+        'baton_worker_blocks{role="decode",state="free"' in metrics.replace(", ", ",")
+        or "baton_worker_blocks" in metrics
+    )
     assert "baton_ttft_seconds_count" in metrics
 
 
