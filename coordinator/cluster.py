@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 
 from contracts.config import BatonConfig
-from contracts.errors import OverloadedError, WorkerLostError
+from contracts.errors import WorkerLostError
 from contracts.messages import Role
 from contracts.request import GenerateRequest
 from coordinator.backend import Capacity, PoolReadiness, Readiness, TokenStream, WorkerAudit, WorkerStatus
@@ -40,12 +40,8 @@ class ClusterBackend:
         return Readiness(not reason, reason, pools, workers)
 
     def capacity(self) -> Capacity:
-        """Raises OverloadedError while no decode worker is known."""
-        infos = [link.info for link in self._fleet.links() if link.info.role == "decode"]
-        if not infos:
-            raise OverloadedError("no decode worker is ready yet", retry_after_s=5.0)
-        limits = [min(info.max_model_len, info.num_blocks * info.layout.block_size) for info in infos]
-        return Capacity(max_total_tokens=max(limits))
+        """Raises OverloadedError before any decode worker was seen."""
+        return Capacity(max_total_tokens=self._fleet.max_total_tokens())
 
     async def audit(self) -> list[WorkerAudit]:
         """Every live worker's audit; one that does not answer in time is left out."""

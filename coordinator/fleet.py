@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterable
 
 from contracts.config import BatonConfig
-from contracts.errors import WorkerLostError
+from contracts.errors import OverloadedError, WorkerLostError
 from contracts.messages import Hello, Peers, Role, WorkerInfo
 from coordinator.links import WorkerLink
 from coordinator.placement import WorkerView
@@ -29,10 +29,13 @@ class Fleet:
         self._listed: dict[Role, frozenset[str]] = {"prefill": frozenset(), "decode": frozenset()}
         self._waiters: set[asyncio.Future[None]] = set()
         self._told: dict[str, tuple[int, Peers]] = {}
+        self._max_total_tokens: int | None = None
 
     def sync(self, role: Role, workers: Iterable[WorkerInfo]) -> None:
         """The pool's workers, as Serve lists them now."""
         listed = {info.worker_id: info for info in workers}
+        if role == "decode" and listed:
+            self._max_total_tokens = max(map(_max_total_tokens, listed.values()))
         self._listed[role] = frozenset(listed)
         for worker_id, info in listed.items():
             if worker_id not in self._links:
@@ -56,6 +59,16 @@ class Fleet:
     def views(self, role: Role) -> list[WorkerView]:
         """What placement sees: listed, live, ready workers of one pool."""
         return [self._view(link) for link in self._links.values() if self._is_open(link, role)]
+
+    def max_total_tokens(self) -> int:
+        """Prompt + output that the roomiest decode worker holds. While none is listed, what the last ones held: a
+        request waits for the replacement of a lost worker, and is not refused for it.
+
+        Raises OverloadedError before any decode worker was seen.
+        """
+        if self._max_total_tokens is None:
+            raise OverloadedError("no decode worker is ready yet", retry_after_s=5.0)
+        return self._max_total_tokens
 
     async def changed(self, timeout_s: float) -> None:
         """Returns at the next change of any worker's state or load, at the latest after `timeout_s`."""
@@ -114,3 +127,7 @@ class Fleet:
             elif self._told.get(worker_id) != (link.info.incarnation, peers):
                 link.send(peers)
                 self._told[worker_id] = (link.info.incarnation, peers)
+
+
+def _max_total_tokens(info: WorkerInfo) -> int:
+    return min(info.max_model_len, info.num_blocks * info.layout.block_size)

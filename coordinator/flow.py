@@ -22,7 +22,15 @@ from typing import Protocol
 
 from contracts.blocks import prompt_hash
 from contracts.config import BatonConfig
-from contracts.errors import BatonError, DeadlineError, Fault, OverloadedError, TryAgain, WorkerLostError
+from contracts.errors import (
+    BatonError,
+    ContextLengthError,
+    DeadlineError,
+    Fault,
+    OverloadedError,
+    TryAgain,
+    WorkerLostError,
+)
 from contracts.messages import HandedOff, Prefill, Reserve, Reserved, Role
 from contracts.request import Finished, GenerateRequest, Token
 from contracts.ticket import Ticket, sign
@@ -85,11 +93,9 @@ class Flow:
 
         Raises BatonError, before or after tokens, as the one terminal event instead of Finished.
         """
-        limit_s = min(
-            deadline_s or self._config.coordinator.request_timeout_s,
-            self._config.coordinator.request_timeout_s,
-        )
-        deadline = time.monotonic() + limit_s
+        limit_s = self._config.coordinator.request_timeout_s
+        deadline = time.monotonic() + (limit_s if deadline_s is None else min(limit_s, deadline_s))
+        self._check_fits(request)
         known = list(request.output_ids)
         avoid: frozenset[str] = frozenset()
         for attempt in range(1, self._config.coordinator.max_attempts + 1):
@@ -107,11 +113,19 @@ class Flow:
                 return
             except TryAgain as error:
                 is_last = attempt == self._config.coordinator.max_attempts
-                if is_last or not used or time.monotonic() >= deadline or isinstance(error, DeadlineError):
+                if is_last or not used or time.monotonic() >= deadline:
                     raise
                 logger.warning("%s: %s; goes on from token %d", trial.request_id, error.message, len(known))
                 self._observer.retried(error.code)
                 avoid |= frozenset(used)
+
+    def _check_fits(self, request: GenerateRequest) -> None:
+        """Raises ContextLengthError for a request that no worker could ever finish."""
+        limit = self._fleet.max_total_tokens()
+        if request.max_total_tokens > limit:
+            raise ContextLengthError(
+                f"expected prompt + max_tokens of at most {limit} tokens but got {request.max_total_tokens}"
+            )
 
     def _end_of(self, request: GenerateRequest, known: list[int]) -> Finished | None:
         """The end that a lost worker did not come to tell, if the last token sent was the last one."""
@@ -164,6 +178,8 @@ class Flow:
                         return run
                     await self._fleet.changed(1.0)
         except TimeoutError:
+            if time.monotonic() >= deadline:
+                raise DeadlineError("the request's deadline passed before a worker had room") from None
             raise OverloadedError(
                 f"no worker had room within {limits.queue_timeout_s} s", retry_after_s=retry_after_s
             ) from None

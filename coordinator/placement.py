@@ -16,7 +16,7 @@ from contracts.blocks import num_blocks_for
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One ready worker. `num_tokens`: prompt tokens dispatched to it and not finished; `peers`: tested kv connections."""
+    """One ready worker. `num_tokens`: prompt tokens dispatched and not finished; `peers`: tested kv connections."""
 
     worker_id: str
     num_requests: int

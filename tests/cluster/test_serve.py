@@ -19,8 +19,15 @@ from tests.cluster.instance import Running, running, wait_until
 pytestmark = pytest.mark.cluster
 
 DATA = json.loads((Path(__file__).parent.parent / "data" / "smollm2_greedy.json").read_text())
-CHATS = [c for c in DATA["cases"] if c["kind"] == "chat" and min(c["margins"][:12]) > 0.02]
 NUM_TOKENS = 12
+EOS = 2
+CHATS = [
+    case
+    for case in DATA["cases"]
+    if case["kind"] == "chat"
+    and min(case["margins"][:NUM_TOKENS]) > 0.02
+    and EOS not in case["output_ids"][:NUM_TOKENS]
+]
 MODEL = "smollm2-135m-instruct"
 
 
