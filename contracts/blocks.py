@@ -16,7 +16,9 @@ from contracts.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Shape of one token's KV: [num_layers, 2 (K, V), num_kv_heads, head_dim] of dtype ("float32" | "bfloat16" | "float16")."""
+    """Shape of one token's KV: [num_layers, 2 (K, V), num_kv_heads, head_dim] of dtype ("float32" |
+    "bfloat16" | "float16").
+    """
 
     num_layers: int
     num_kv_heads: int

@@ -1,6 +1,7 @@
 """A framed, mutually authenticated message connection: u32 length | msgpack map (wire.py), over asyncio TCP.
 
-    both:   Hello{nonce} ->          nothing but Hello and Proof is read before the peer has proved the secret,
+    both:   Hello{nonce} ->          nothing but Hello and Proof is read before the peer has proved the
+    secret,
             <- Hello{nonce}          and nothing longer than 64 KiB
             Proof{mac} ->
             <- Proof{mac}            wrong mac, garbage, or HANDSHAKE_TIMEOUT_S: closed, nothing was allocated
@@ -45,7 +46,8 @@ class Channel:
     def send(self, message: Message) -> None:
         """Queue one message, in order, without waiting.
 
-        Raises WorkerLostError if the connection is closed, or if the peer has not read MAX_OUTBOX_BYTES (then it is closed).
+        Raises WorkerLostError if the connection is closed, or if the peer has not read MAX_OUTBOX_BYTES
+        (then it is closed).
         """
         if self._writer.is_closing():
             raise WorkerLostError(f"connection to {self.peer.sender_id or 'peer'} is closed")
@@ -56,7 +58,9 @@ class Channel:
         self._writer.write(_LENGTH.pack(len(payload)) + payload)
 
     async def receive(self) -> Message:
-        """The next message. Raises WorkerLostError at EOF or reset, ProtocolError on a frame that is not ours."""
+        """The next message. Raises WorkerLostError at EOF or reset, ProtocolError on a frame that is not
+        ours.
+        """
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             if length > self._max_frame_bytes:
@@ -121,7 +125,9 @@ def accept_any(_peer: Hello) -> None:
 async def connect(
     host: str, port: int, hello: Hello, secret: bytes, check: Callable[[Hello], None] = accept_any
 ) -> Channel:
-    """Dial and authenticate. Raises WorkerLostError (not reachable, too slow) or ProtocolError (not one of us)."""
+    """Dial and authenticate. Raises WorkerLostError (not reachable, too slow) or ProtocolError (not one of
+    us).
+    """
     try:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)
@@ -142,7 +148,8 @@ async def connect(
 class ChannelServer:
     """Accepts channels and runs `on_channel` for each, as a task it owns; `close` ends them all.
 
-    `make_hello()` is called per connection (a fresh bind token, say); `on_channel(channel, hello)` gets what was sent.
+    `make_hello()` is called per connection (a fresh bind token, say); `on_channel(channel, hello)` gets
+    what was sent.
     """
 
     def __init__(

@@ -2,7 +2,8 @@
 
 Frames are msgpack maps {v, kind, ...fields} (see wire.py). Durations cross processes, timestamps never do.
 
-Version log (bump PROTOCOL_VERSION when an old peer would misread a message; new optional fields need no bump):
+Version log (bump PROTOCOL_VERSION when an old peer would misread a message; new optional fields need no
+bump):
     1  first version
 """
 
@@ -23,7 +24,9 @@ Role = Literal["prefill", "decode"]
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Who a worker is, in this life. `incarnation` grows with every restart; `port` serves coordinators, `kv_port` peers."""
+    """Who a worker is, in this life. `incarnation` grows with every restart; `port` serves coordinators,
+    `kv_port` peers.
+    """
 
     worker_id: str
     role: Role
@@ -40,12 +43,14 @@ class WorkerInfo:
     replica_id: str = ""
 
 
-# --- connection set-up (both kinds of connection) --------------------------------------------------------------------
+# --- connection set-up (both kinds of connection) ---
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First frame of each side. `nonce` is answered by the peer's Proof. `fingerprint` is compared before anything else."""
+    """First frame of each side. `nonce` is answered by the peer's Proof. `fingerprint` is compared before
+    anything else.
+    """
 
     sender_id: str
     incarnation: int
@@ -71,12 +76,14 @@ class Refusal:
     error: WireError
 
 
-# --- coordinator -> worker ---------------------------------------------------------------------------------------------
+# --- coordinator -> worker ---
 
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Grant blocks for the whole request on a decode worker. `handoff_id` "" means: this worker will prefill it itself."""
+    """Grant blocks for the whole request on a decode worker. `handoff_id` "" means: this worker will
+    prefill it itself.
+    """
 
     request: GenerateRequest
     handoff_id: str
@@ -85,7 +92,8 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Compute the prompt. With a ticket: push KV from token `skip_tokens` on to the ticket's target, then stop after the first
+    """Compute the prompt. With a ticket: push KV from token `skip_tokens` on to the ticket's target, then
+    stop after the first
     drawn token. Without: the reservation is on this very worker, which goes on decoding."""
 
     request: GenerateRequest
@@ -95,14 +103,18 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Forget the request, in any state, at once. Unknown ids are ignored. No answer is sent for the request any more."""
+    """Forget the request, in any state, at once. Unknown ids are ignored. No answer is sent for the request
+    any more.
+    """
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The workers to hold kv connections with (all decode workers, for a prefill worker). Replaces the previous list."""
+    """The workers to hold kv connections with (all decode workers, for a prefill worker). Replaces the
+    previous list.
+    """
 
     workers: tuple[WorkerInfo, ...]
 
@@ -112,7 +124,7 @@ class AskAudit:
     call_id: int
 
 
-# --- worker -> coordinator ---------------------------------------------------------------------------------------------
+# --- worker -> coordinator ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +150,9 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class HandedOff:
-    """Sent by prefill: the target has everything and goes on alone. `transfer_s` is the part not hidden behind compute."""
+    """Sent by prefill: the target has everything and goes on alone. `transfer_s` is the part not hidden
+    behind compute.
+    """
 
     request_id: str
     num_bytes: int
@@ -201,7 +215,7 @@ class AuditReply:
     owners: tuple[BlockOwner, ...] = ()
 
 
-# --- kvtransfer: prefill (P) <-> decode (D) ----------------------------------------------------------------------------
+# --- kvtransfer: prefill (P) <-> decode (D) ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +228,8 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """P -> D: chunks ready to send since Open, in total (a repeated Want adds nothing). D grants no more slots than that.
+    """P -> D: chunks ready to send since Open, in total (a repeated Want adds nothing). D grants no more
+    slots than that.
 
     `handoff_id` "" asks for slots for the self-test.
     """
@@ -225,7 +240,9 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """D -> P: `slots` are yours; each may carry one Data (or, with handoff_id "", one Probe), whose tag is the slot."""
+    """D -> P: `slots` are yours; each may carry one Data (or, with handoff_id "", one Probe), whose tag is
+    the slot.
+    """
 
     handoff_id: str
     slots: tuple[int, ...]
@@ -233,7 +250,8 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """P -> D: slot `slot` carries tokens [low, high), `num_bytes` bytes, layout of kvtransfer/pages.py, with `checksum`.
+    """P -> D: slot `slot` carries tokens [low, high), `num_bytes` bytes, layout of kvtransfer/pages.py,
+    with `checksum`.
 
     Sent before the bytes; D receives them only when it has read this.
     """
@@ -286,7 +304,9 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Either side: the handoff is over, without result. After P's Abort or AbortOk, P sends no Data for it any more."""
+    """Either side: the handoff is over, without result. After P's Abort or AbortOk, P sends no Data for it
+    any more.
+    """
 
     handoff_id: str
     error: WireError

@@ -1,7 +1,8 @@
 """One generation as the engine sees it: token ids in, token ids out. Text never goes below the coordinator.
 
 A client's choice (one of `n`) is one `GenerateRequest`. Its draw at output position i depends only on
-(weights, prompt, parameters, seed, i), so a request may move between workers at any token: whoever continues it gets
+(weights, prompt, parameters, seed, i), so a request may move between workers at any token: whoever
+continues it gets
 `output_ids`, the tokens the client already has, and goes on at position len(output_ids).
 """
 
@@ -12,10 +13,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn. Order: penalties, logit_bias, min_tokens mask, temperature, top_k, top_p, min_p, draw.
+    """How the next token is drawn. Order: penalties, logit_bias, min_tokens mask, temperature, top_k,
+    top_p, min_p, draw.
 
-    `temperature` 0 is argmax (after penalties and bias). `top_k` 0 is off. `num_logprobs` None: none asked; k: the drawn
-    token's logprob and the k best, all before temperature, penalties and bias. `logit_bias` is (token_id, bias) pairs.
+    `temperature` 0 is argmax (after penalties and bias). `top_k` 0 is off. `num_logprobs` None: none asked;
+    k: the drawn
+    token's logprob and the k best, all before temperature, penalties and bias. `logit_bias` is (token_id,
+    bias) pairs.
     """
 
     max_tokens: int
@@ -60,7 +64,9 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One drawn token. `index` is its position in the output (0 = first); `top` is (token_id, logprob), best first."""
+    """One drawn token. `index` is its position in the output (0 = first); `top` is (token_id, logprob),
+    best first.
+    """
 
     index: int
     token_id: int

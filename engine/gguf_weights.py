@@ -77,7 +77,9 @@ class GgufSource:
             row_blocks = math.gcd(num_blocks, _MAX_ROW_BLOCKS)
             values = dequantize(stored.reshape(-1, row_blocks * block_bytes), kind)
         except (NotImplementedError, ValueError) as exc:
-            raise ConfigError(f"tensor {tensor.name}: expected a known, whole quantization but {exc}") from exc
+            raise ConfigError(
+                f"tensor {tensor.name}: expected a known, whole quantization but {exc}"
+            ) from exc
         # NOTE: copied where the values are a view of the read-only file; torch has no read-only tensors.
         return torch.from_numpy(values if values.flags.writeable else values.copy()).view(tensor.shape)
 

@@ -25,7 +25,12 @@ class KvSlab:
 
     @classmethod
     def allocate(
-        cls, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+        cls,
+        spec: ModelSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
     ) -> KvSlab:
         """A zeroed slab. Raises ConfigError if a size is not positive.
 
@@ -33,7 +38,9 @@ class KvSlab:
         times the NaN that uninitialised memory may hold is NaN.
         """
         if num_blocks < 1 or block_size < 1:
-            raise ConfigError(f"expected num_blocks and block_size >= 1 but got {num_blocks} and {block_size}")
+            raise ConfigError(
+                f"expected num_blocks and block_size >= 1 but got {num_blocks} and {block_size}"
+            )
         shape = (num_blocks, spec.num_layers, 2, spec.num_kv_heads, block_size, spec.head_dim)
         return cls(torch.zeros(shape, dtype=dtype, device=device))
 

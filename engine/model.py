@@ -124,7 +124,9 @@ class Model:
     def _attend(self, q: Tensor, kv: Tensor, plan: StepPlan) -> Tensor:
         out = torch.empty(q.shape, dtype=self.dtype, device=q.device)
         for group in plan.decodes:
-            out[group.rows] = self._kernels.paged_attention(q[group.rows], kv, group.block_table, group.context_lens)
+            out[group.rows] = self._kernels.paged_attention(
+                q[group.rows], kv, group.block_table, group.context_lens
+            )
         for chunk in plan.chunks:
             rows = slice(chunk.low, chunk.high)
             out[rows] = self._kernels.prefill_attention(q[rows], kv, chunk.block_ids, chunk.start)

@@ -1,6 +1,6 @@
 """A step's work as tensors: index tensors are made once here and shared by all layers.
 
-    StepItem* ──► StepPlan (tokens, slots, decode groups, chunks) ──► Model.forward ──► logits of the wanted rows
+StepItem* ──► StepPlan (tokens, slots, decode groups, chunks) ──► Model.forward ──► logits of the wanted rows
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class Runner:
         expected = (spec.num_layers, spec.num_kv_heads, spec.head_dim, model.dtype, model.device.type)
         found = (slab.num_layers, slab.num_kv_heads, slab.head_dim, slab.dtype, slab.device.type)
         if found != expected:
-            raise ConfigError(f"kv slab: expected layers, kv heads, head dim, dtype, device {expected} but got {found}")
+            raise ConfigError(
+                f"kv slab: expected layers, kv heads, head dim, dtype, device {expected} but got {found}"
+            )
         self._model = model
         self._slab = slab
         self._num_threads = num_threads
@@ -125,7 +127,9 @@ class Runner:
         num_slots = len(item.block_ids) * self._slab.block_size
         end = item.start + len(item.token_ids)
         if not item.token_ids or end > num_slots:
-            raise EngineError(f"expected 1 to {num_slots - item.start} new tokens but got {len(item.token_ids)}")
+            raise EngineError(
+                f"expected 1 to {num_slots - item.start} new tokens but got {len(item.token_ids)}"
+            )
         if item.start < 0 or end > self._model.spec.max_position:
             raise EngineError(
                 f"expected positions within 0 to {self._model.spec.max_position} but got {item.start} to {end}"

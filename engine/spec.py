@@ -68,7 +68,14 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "intermediate_size",
+        ):
             _require_positive(name, getattr(self, name))
         for name in ("vocab_size", "max_position", "rope_theta", "norm_eps"):
             _require_positive(name, getattr(self, name))
@@ -188,7 +195,9 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
 def _check_hf_features(config: Mapping[str, Any], fields: _Fields) -> None:
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not any(name in HF_ARCHITECTURES for name in architectures):
-        raise ConfigError(f"unsupported architecture: expected one of {HF_ARCHITECTURES} but got {architectures!r}")
+        raise ConfigError(
+            f"unsupported architecture: expected one of {HF_ARCHITECTURES} but got {architectures!r}"
+        )
     if (activation := fields.text("hidden_act", "silu")) != "silu":
         raise ConfigError(f"config.json: expected hidden_act='silu' but got {activation!r}")
     if fields.has("sliding_window"):

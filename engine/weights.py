@@ -186,7 +186,9 @@ def _check_tensors(source: TensorSource) -> None:
 class _Filler:
     """Reads tensors one by one into their final, possibly fused, place."""
 
-    def __init__(self, source: TensorSource, dtype: torch.dtype, device: torch.device, progress: Progress) -> None:
+    def __init__(
+        self, source: TensorSource, dtype: torch.dtype, device: torch.device, progress: Progress
+    ) -> None:
         self._source = source
         self._dtype = dtype
         self._device = device

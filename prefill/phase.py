@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from contracts.config import EngineConfig
 from contracts.errors import BatonError, OverloadedError
@@ -31,23 +30,7 @@ from contracts.request import Token
 from engine.blocks import BlockPool, Hold, HoldState
 from engine.loop import Budget, Emit, EndEvent, Event, Result, TokenEvent, Work
 from engine.sequence import EndRules, Sequence
-
-
-class KvSink(Protocol):
-    """Where the KV of one prompt goes. Thread-safe, never blocks.
-
-    `ready` comes first when the blocks exist (with the tokens already cached, maybe 0) and after every chunk; then
-    exactly one of `finish` and `abort`, unless the request is cancelled: then the canceller aborts.
-    """
-
-    def ready(self, num_tokens: int) -> None:
-        """KV of tokens [0, num_tokens) is computed and may be read until the handoff is done."""
-
-    def finish(self, state: HandoffState) -> None:
-        """Nothing more comes; pass `state` on."""
-
-    def abort(self, error: BatonError | None) -> None:
-        """No handoff: None because none is needed, else because of `error`. Maybe before any `ready`."""
+from worker.phases import KvSink
 
 
 @dataclass(frozen=True, slots=True, eq=False)

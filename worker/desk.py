@@ -19,10 +19,6 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvtransfer.endpoint import KvEndpoint
-from kvtransfer.incoming import Incoming
-from kvtransfer.outgoing import OutgoingResult
-
 from contracts.blocks import prompt_hash
 from contracts.errors import (
     BatonError,
@@ -47,6 +43,9 @@ from contracts.request import GenerateRequest
 from engine.blocks import BlockPool, Hold, HoldState
 from engine.loop import EndEvent, Event, StepLoop, TokenEvent
 from engine.sequence import Sequence
+from kvtransfer.endpoint import KvEndpoint
+from kvtransfer.incoming import Incoming
+from kvtransfer.outgoing import OutgoingResult
 from worker.phases import Phases
 from worker.sink import HandoffSink
 

@@ -15,7 +15,11 @@ from engine.sequence import EndRules, Sequence
 
 
 class KvSink(Protocol):
-    """Where a prefill publishes its KV. Non-blocking, callable from the engine thread."""
+    """Where the KV of one prompt goes. Thread-safe, never blocks.
+
+    `ready` comes first when the blocks exist (with the tokens already cached, maybe 0) and after every chunk; then
+    exactly one of `finish` and `abort`, unless the request is cancelled: then the canceller aborts.
+    """
 
     def ready(self, num_tokens: int) -> None:
         """KV of tokens [0, num_tokens) is computed and may be read until the handoff is done."""
@@ -24,7 +28,7 @@ class KvSink(Protocol):
         """Nothing more comes; pass `state` on."""
 
     def abort(self, error: BatonError | None) -> None:
-        """No handoff: None because none is needed, else because of `error`."""
+        """No handoff: None because none is needed, else because of `error`. Maybe before any `ready`."""
 
 
 class Prefiller(Phase, Protocol):

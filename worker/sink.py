@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from kvtransfer.endpoint import KvEndpoint
-from kvtransfer.outgoing import Outgoing, OutgoingResult
-
 from contracts.errors import BatonError
 from contracts.messages import HandoffState
 from contracts.ticket import Ticket
+from kvtransfer.endpoint import KvEndpoint
+from kvtransfer.outgoing import Outgoing, OutgoingResult
 
 
 class HandoffSink:

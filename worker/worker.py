@@ -20,9 +20,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 
 import torch
-from engine.model import Model
-from engine.runner import Runner
-from kvtransfer.endpoint import KvEndpoint
 
 from contracts.channel import Channel, ChannelServer
 from contracts.config import BatonConfig
@@ -43,9 +40,12 @@ from contracts.messages import (
 from engine.blocks import BlockPool
 from engine.kv import KvSlab, num_blocks_for
 from engine.loop import Event, StepLoop
+from engine.model import Model
+from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.sequence import EndRules
 from engine.weights import LoadedModel, load_model, resolve_dtype
+from kvtransfer.endpoint import KvEndpoint
 from worker.desk import Desk
 from worker.phases import PhaseFactory, Phases
 
@@ -246,7 +246,9 @@ class Worker:
         return Status(
             self._worker_id,
             self._incarnation,
-            is_ready=not self._is_draining and self._engine.failure is None and age_s < self._config.engine.stall_timeout_s,
+            is_ready=not self._is_draining
+            and self._engine.failure is None
+            and age_s < self._config.engine.stall_timeout_s,
             step_age_s=age_s,
             num_running=self._phases.decode.num_running + self._phases.prefill.num_running,
             num_waiting=self._phases.decode.num_waiting + self._phases.prefill.num_waiting,

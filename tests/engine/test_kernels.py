@@ -22,7 +22,9 @@ def make_layer(dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
 
 def textbook(q: Tensor, kv: Tensor, block_ids: list[int], num_context: int) -> Tensor:
     """q [T, H, D] are the last T of `num_context` positions."""
-    keys, values = (kv[block_ids, side].transpose(0, 1).reshape(K, -1, D)[:, :num_context].float() for side in (0, 1))
+    keys, values = (
+        kv[block_ids, side].transpose(0, 1).reshape(K, -1, D)[:, :num_context].float() for side in (0, 1)
+    )
     group = H // K
     is_seen = torch.ones(len(q), num_context, dtype=torch.bool).tril(num_context - len(q))
     out = F.scaled_dot_product_attention(
@@ -55,7 +57,9 @@ def test_prefill_attention_is_causal_over_the_past(kernels: Kernels, start: int,
     block_ids = torch.tensor([4, 11, 0, 9, 1, 2, 3, 5, 6, 7])[: -(-(start + num_tokens) // S)]
     q = torch.randn(num_tokens, H, D)
     out = kernels.prefill_attention(q, kv, block_ids, start)
-    torch.testing.assert_close(out, textbook(q, kv, block_ids.tolist(), start + num_tokens), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        out, textbook(q, kv, block_ids.tolist(), start + num_tokens), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("module", [reference, cpu])

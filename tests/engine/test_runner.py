@@ -56,7 +56,9 @@ def test_a_batch_of_decodes_equals_each_alone(model: LoadedModel) -> None:
     runner = make_runner(model, num_blocks=200)
     runner.execute([StepItem(p, 0, blocks_of(i), False) for i, p in enumerate(prompts)])
     for token in (5, 6):
-        logits = runner.execute([StepItem([token], len(p), blocks_of(i), True) for i, p in enumerate(prompts)])
+        logits = runner.execute(
+            [StepItem([token], len(p), blocks_of(i), True) for i, p in enumerate(prompts)]
+        )
         prompts = [[*p, token] for p in prompts]
         for row, prompt in zip(logits, prompts, strict=True):
             close(row, alone(model, prompt))
@@ -65,7 +67,9 @@ def test_a_batch_of_decodes_equals_each_alone(model: LoadedModel) -> None:
 def test_a_mixed_step_answers_in_item_order(model: LoadedModel) -> None:
     first, second, third, fourth = (make_prompt(n, seed=n) for n in (20, 33, 64, 9))
     runner = make_runner(model, num_blocks=200)
-    runner.execute([StepItem(first[:19], 0, blocks_of(0), False), StepItem(third[:16], 0, blocks_of(2), False)])
+    runner.execute(
+        [StepItem(first[:19], 0, blocks_of(0), False), StepItem(third[:16], 0, blocks_of(2), False)]
+    )
     runner.execute([StepItem(fourth[:8], 0, blocks_of(3), False)])
     logits = runner.execute(
         [
@@ -88,7 +92,10 @@ def test_blocks_moved_to_another_slab_continue_there(model: LoadedModel) -> None
     here, there = (KvSlab.allocate(model.spec, 60, size, torch.float32) for _ in range(2))
     Runner(Model(model), here).execute([StepItem(prompt[:29], 0, blocks_of(0), False)])
     there.data[blocks_of(1)] = here.data[blocks_of(0)]
-    close(Runner(Model(model), there).execute([StepItem(prompt[29:], 29, blocks_of(1), True)])[0], alone(model, prompt))
+    close(
+        Runner(Model(model), there).execute([StepItem(prompt[29:], 29, blocks_of(1), True)])[0],
+        alone(model, prompt),
+    )
 
 
 def test_a_step_without_wanted_logits_returns_none(model: LoadedModel) -> None:

@@ -24,12 +24,20 @@ def make_gguf(**changes: Any) -> GgufFile:
         "tokenizer.ggml.eos_token_id": 2,
     } | {name.replace("__", "."): value for name, value in changes.items()}
     fields = {name: value for name, value in fields.items() if value is not None}
-    return GgufFile(Path("x.gguf"), fields, {"token_embd.weight": GgufTensor("token_embd.weight", (96, 32), 0, 0)})
+    return GgufFile(
+        Path("x.gguf"), fields, {"token_embd.weight": GgufTensor("token_embd.weight", (96, 32), 0, 0)}
+    )
 
 
 def test_hf_config_gives_every_number() -> None:
     spec = spec_from_hf(make_config())
-    assert (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (2, 48, 6, 2, 16)
+    assert (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (
+        2,
+        48,
+        6,
+        2,
+        16,
+    )
     assert (spec.intermediate_size, spec.vocab_size, spec.max_position) == (64, 96, 256)
     assert (spec.rope_theta, spec.rope_scaling, spec.norm_eps) == (10000.0, None, 1e-5)
     assert (spec.tie_embeddings, spec.attention_bias, spec.mlp_bias) == (False, False, False)
@@ -55,7 +63,9 @@ def test_rope_scaling_is_read_in_both_spellings() -> None:
     assert spec_from_hf(make_config(rope_scaling=LLAMA3_ROPE)).rope_scaling == llama3
     newer = spec_from_hf(make_config(rope_theta=None, rope_parameters={**LLAMA3_ROPE, "rope_theta": 5e5}))
     assert (newer.rope_theta, newer.rope_scaling) == (5e5, llama3)
-    assert spec_from_hf(make_config(rope_scaling={"type": "linear", "factor": 2})).rope_scaling == LinearRope(2.0)
+    assert spec_from_hf(make_config(rope_scaling={"type": "linear", "factor": 2})).rope_scaling == LinearRope(
+        2.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,7 +97,13 @@ def test_what_cannot_be_computed_is_refused_by_name(changes: dict[str, Any], mes
 
 def test_gguf_header_gives_every_number() -> None:
     spec = spec_from_gguf(make_gguf(tokenizer__ggml__eot_token_id=9, tokenizer__ggml__bos_token_id=1))
-    assert (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (2, 32, 4, 2, 8)
+    assert (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (
+        2,
+        32,
+        4,
+        2,
+        8,
+    )
     assert (spec.intermediate_size, spec.vocab_size, spec.max_position) == (64, 96, 128)
     assert (spec.rope_theta, spec.rope_scaling, spec.tie_embeddings) == (10000.0, None, True)
     assert (spec.bos_token_id, spec.eos_token_ids) == (1, (2, 9))

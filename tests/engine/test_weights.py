@@ -100,12 +100,18 @@ def test_tied_head_is_the_embedding(tmp_path: Path) -> None:
     ("name", "tensor", "message"),
     [
         ("model.norm.weight", None, r"model.norm.weight: expected shape \(48,\) but it is missing"),
-        ("lm_head.weight", torch.zeros(96, 47), r"lm_head.weight: expected shape \(96, 48\) but got \(96, 47\)"),
+        (
+            "lm_head.weight",
+            torch.zeros(96, 47),
+            r"lm_head.weight: expected shape \(96, 48\) but got \(96, 47\)",
+        ),
         ("model.extra", torch.zeros(3), r"model.extra: expected no such tensor but got one of shape \(3,\)"),
         ("lm_head.weight", torch.zeros(96, 48, dtype=torch.int8), "lm_head.weight: expected floating-point"),
     ],
 )
-def test_wrong_tensors_are_named(tmp_path: Path, name: str, tensor: torch.Tensor | None, message: str) -> None:
+def test_wrong_tensors_are_named(
+    tmp_path: Path, name: str, tensor: torch.Tensor | None, message: str
+) -> None:
     path = write_changed(tmp_path, **{name.replace(".", "__"): tensor})
     with pytest.raises(ConfigError, match=message):
         load_model(path, torch.float32)
@@ -165,7 +171,9 @@ def test_a_path_that_is_no_checkpoint_is_a_config_error(tmp_path: Path) -> None:
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     config = make_config()
     seen: list[tuple[int, int]] = []
-    load_model(write_hf(tmp_path, config, make_oracle(config)), torch.float32, lambda *done: seen.append(done))
+    load_model(
+        write_hf(tmp_path, config, make_oracle(config)), torch.float32, lambda *done: seen.append(done)
+    )
     done = [now for now, _ in seen]
     assert done == sorted(done)
     assert seen[-1][0] == seen[-1][1] > 0

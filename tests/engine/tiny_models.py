@@ -132,7 +132,9 @@ _GGUF_NAMES = {
 }
 
 
-def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor, config: LlamaConfig, quantization: str) -> None:
+def _add_tensor(
+    writer: gguf.GGUFWriter, name: str, tensor: Tensor, config: LlamaConfig, quantization: str
+) -> None:
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for module, num_heads in heads.items():
         if module in name:  # as llama.cpp's converter writes them: rotation pairs side by side
