@@ -60,6 +60,7 @@ class Hello:
     layout: KvLayout | None = None
     data_address: str = ""  # kv only: where the accepting side's transport listens
     bind_token: bytes = b""  # kv only: which accepted data link belongs to this connection
+    slot_bytes: int = 0  # kv only: size of one staging slot, an upper bound for one Data; 0: not told
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,11 +90,6 @@ class ModelSpec:
                 f"expected {self.head_dim // 2} rope factors but got {len(self.rope_scaling.factors)}"
             )
 
-    @property
-    def group_size(self) -> int:
-        """Query heads that share one KV head."""
-        return self.num_heads // self.num_kv_heads
-
 
 def _require_positive(name: str, value: float) -> None:
     if not value > 0:

@@ -67,42 +67,57 @@ class KvEndpoint:
         """`slab` [N, L, 2, K, S, D]. Raises ConfigError if it is not of `layout`, or one token does not fit a slot."""
         if layout.bytes_per_token > config.slot_bytes:
             raise ConfigError(
-                f"transfer.slot_bytes: expected at least {layout.bytes_per_token} (one token's KV) but got {config.slot_bytes}"
+                f"transfer.slot_bytes: expected at least {layout.bytes_per_token} (one token's KV) "
+                f"but got {config.slot_bytes}"
             )
         self._identity = identity
         self._config = config
         self._secret = secret
-        self._hello = Hello(*identity, "kv", b"", fingerprint, layout)
+        self._hello = Hello(*identity, "kv", b"", fingerprint, layout, slot_bytes=config.slot_bytes)
         self._pages = Pages(slab, layout)
         self._receiver = Receiver(identity, secret, self._pages, config)
         self._send_slots = SendSlots(config.num_slots, config.slot_bytes)
         self._senders: dict[str, Sender] = {}
         self._tasks: dict[asyncio.Task[None], Sender] = {}
         self._address = ""
+        self._transport: Transport | None = None
+        self._server: ChannelServer | None = None
+        self._is_closed = False
         self.on_peers_changed: Callable[[], None] | None = None
 
     async def start(self, host: str) -> int:
         """Listen; returns the kv_port. Raises ConfigError if the configured transport is not available."""
-        self._transport = choose_transport(self._config.transport, host)
-        self._address = await self._transport.listen()
+        transport = self._transport = choose_transport(self._config.transport, host)
+        self._address = await transport.listen()
+
+        async def serve(channel: Channel, hello: Hello) -> None:
+            link = await transport.accept(hello.bind_token, self._config.connect_timeout_s)
+            await self._receiver.serve(channel, link)
+
         self._server = ChannelServer(
-            self._make_hello, self._secret, self._serve, lambda peer: check_peer(self._hello, peer)
+            self._make_hello, self._secret, serve, lambda peer: check_peer(self._hello, peer)
         )
         return await self._server.start(host)
 
     async def close(self) -> None:
-        """End all connections. Handoffs that were open over them have ended when this returns."""
+        """End all connections and all handoffs, opened or only expected. May follow a `start` that failed, or none."""
+        self._is_closed = True
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._senders.clear()
-        await self._server.close()
-        await self._transport.close()
+        if self._server is not None:
+            await self._server.close()
+        if self._transport is not None:
+            await self._transport.close()
+        self._receiver.close()
 
     # --- as a sender ------------------------------------------------------------------------------------------------
 
     def set_peers(self, workers: Sequence[WorkerInfo]) -> None:
         """Keep a connection to each of `workers`, and to nobody else. An older incarnation never replaces a newer."""
+        if self._is_closed:
+            return
         wanted = {info.worker_id: info for info in workers if info.worker_id != self._identity[0]}
         for worker_id, sender in list(self._senders.items()):
             info = wanted.get(worker_id)
@@ -184,11 +199,8 @@ class KvEndpoint:
         token = secrets.token_bytes(TOKEN_BYTES)
         return replace(self._hello, data_address=self._address, bind_token=token)
 
-    async def _serve(self, channel: Channel, hello: Hello) -> None:
-        link = await self._transport.accept(hello.bind_token, self._config.connect_timeout_s)
-        await self._receiver.serve(channel, link)
-
     def _add(self, info: WorkerInfo) -> None:
+        assert self._transport is not None, "set_peers comes after start"
         sender = Sender(
             info, self._hello, self._secret, self._transport, self._pages, self._send_slots, self._config, self._changed
         )  # fmt: skip

@@ -13,12 +13,14 @@
 
 "slot only": the bytes are received into their staging slot and forgotten. Scattering is one piece of work on the event
 loop, so after `cancel` has returned nothing is written into the blocks, whatever is still under way.
+A callback that raises ends its own handoff (FAILED, the peer gets Abort) and nothing else.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -27,6 +29,8 @@ from contracts.errors import BatonError, HandoffError, ProtocolError
 from contracts.messages import Data, Fin, HandoffState, Open
 from contracts.ticket import Ticket
 from kvtransfer.pages import Pages, checksum
+
+logger = logging.getLogger("baton.kvtransfer")
 
 
 class Arrivals:
@@ -132,8 +136,12 @@ class Incoming:
     def open(self, connection: int) -> None:
         self.state = IncomingState.OPEN
         self.connection = connection
-        if self._on_start is not None:
-            self._on_start()
+        try:
+            if self._on_start is not None:
+                self._on_start()
+        except Exception as error:
+            logger.exception("handoff %s: on_start failed", self.reservation.handoff_id)
+            self.fail(HandoffError(f"the target could not begin: {error}"))
 
     def check_data(self, data: Data) -> None:
         """Raises ProtocolError on a range or size that this handoff cannot have."""
@@ -159,15 +167,26 @@ class Incoming:
             self.fail(HandoffError(f"peer ended with {message.num_chunks} chunks but tokens are missing"))
             return False
         self.state = IncomingState.READY
+        if not self._call_on_done(message.state):
+            self.state = IncomingState.FAILED
+            self._leave(self, HandoffError("the target could not take over"))
+            return False
         self._leave(self, None)
-        self._on_done(message.state)
         return True
 
     def fail(self, error: BatonError, tell_peer: bool = True) -> None:
         if not self.is_over:
             self.state = IncomingState.FAILED
             self._leave(self, error if tell_peer else None)
-            self._on_done(error)
+            self._call_on_done(error)
+
+    def _call_on_done(self, result: HandoffState | BatonError) -> bool:
+        try:
+            self._on_done(result)
+        except Exception:
+            logger.exception("handoff %s: on_done failed", self.reservation.handoff_id)
+            return False
+        return True
 
 
 def check_ticket(ticket: Ticket, source: tuple[str, int], target: tuple[str, int]) -> None:

@@ -102,7 +102,8 @@ class MemoryTransport:
         link = self._dialled.pop(token, None)
         if link is not None:
             return link
-        waiter = self._awaited[token] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[MemoryLink] = asyncio.get_running_loop().create_future()
+        self._awaited[token] = waiter
         try:
             async with asyncio.timeout(timeout_s):
                 return await waiter

@@ -17,10 +17,12 @@ state and after `on_done` no block is read. What may still be under way reads a 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from contracts.errors import BatonError, DeadlineError, HandoffError, WorkerLostError, to_wire
 from contracts.messages import Abort, ChunkDone, Data, Fin, HandoffState, Message, Open, Want
@@ -28,6 +30,10 @@ from contracts.ticket import Ticket
 from kvtransfer.pages import Pages, checksum
 from kvtransfer.slots import SendSlots
 from kvtransfer.transport import Link, Op
+
+logger = logging.getLogger("baton.kvtransfer")
+
+_Argument = TypeVar("_Argument")
 
 MAX_SENDS = 3  # of one chunk: the first and two repeats
 
@@ -163,15 +169,23 @@ class Outgoing:
 
     def ready(self, num_tokens: int) -> None:
         """KV of tokens [0, num_tokens) is computed and stays readable until `on_done`."""
-        self._loop.call_soon_threadsafe(self._ready, num_tokens)
+        self._hop(self._ready, num_tokens)
 
     def finish(self, state: HandoffState) -> None:
         """Nothing more comes; pass `state` on with the last chunk's acknowledgement."""
-        self._loop.call_soon_threadsafe(self._finish, state)
+        self._hop(self._finish, state)
 
     def abort(self, error: BatonError | None) -> None:
         """Stop at once; the peer is told. `on_done` gets `error` (None: the handoff is just not needed)."""
-        self._loop.call_soon_threadsafe(self._abort, error)
+        self._hop(self._abort, error)
+
+    def _hop(self, call: Callable[[_Argument], None], argument: _Argument) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call, argument)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+            # The worker has ended, and all handoffs with it; the engine's thread may be a step behind.
 
     # --- the peer's side, event loop --------------------------------------------------------------------------------
 
@@ -262,14 +276,22 @@ class Outgoing:
         route = self._route
         num_bytes = route.pages.num_bytes(chunk.low, chunk.high)
         buffer = route.slots.arena.tensors[slot][:num_bytes]
-        route.pages.gather(self._block_ids, chunk.low, chunk.high, buffer)
-        data = Data(
-            self.handoff_id, chunk.number, credit, chunk.low, chunk.high, num_bytes, checksum(buffer)
-        )
-        if not self._tell(data):
+        try:
+            route.pages.gather(self._block_ids, chunk.low, chunk.high, buffer)
+            data = Data(
+                self.handoff_id, chunk.number, credit, chunk.low, chunk.high, num_bytes, checksum(buffer)
+            )
+            route.tell(data)
+            op = route.link.send(credit, route.slots.arena.views[slot][:num_bytes])
+        except WorkerLostError as error:
             route.slots.give_back(slot)
+            self._end(error)
             return
-        op = route.link.send(credit, route.slots.arena.views[slot][:num_bytes])
+        except Exception as error:  # whatever it is, it ends this handoff and not the connection
+            logger.exception("handoff %s: cannot send tokens [%d, %d)", self.handoff_id, chunk.low, chunk.high)
+            route.slots.give_back(slot)
+            self._abort(HandoffError(f"tokens [{chunk.low}, {chunk.high}) could not be sent: {error}"))
+            return
         op.final.add_done_callback(lambda _final: self._sent(op, slot, num_bytes))
 
     def _sent(self, op: Op, slot: int, num_bytes: int) -> None:

@@ -1,8 +1,8 @@
 """Between paged KV and the flat bytes of a slot: gather, scatter, checksum.
 
-Slab [N blocks, L, 2, K, S, D] (one block is one run of bytes). Wire layout of tokens [low, high): the blocks they touch,
-one after the other, each as [L, 2, K, t, D] with t = its tokens in the range. A whole block is thus one plain copy
-(measured 7 GB/s on one CPU core, about what memcpy gives); a part of a block is one strided copy.
+Slab [N blocks, L, 2, K, S, D] (one block is one run of bytes). Wire layout of tokens [low, high): the blocks they
+touch, one after the other, each as [L, 2, K, t, D] with t = its tokens in the range. A whole block is thus one plain
+copy (measured 7 GB/s on one CPU core, about what memcpy gives); a part of a block is one strided copy.
 Both sides have the same layout (the handshake refuses others), so both cut at the same tokens.
 """
 
@@ -73,13 +73,13 @@ def checksum(data: Tensor) -> int:
     """64-bit sum of `data` (uint8), each 4 KiB row weighted by an odd number of its own.
 
     Finds short, stale and swapped pieces, which is what our own faults look like (TCP and the fabric check bits).
-    Measured on one core: 6 GB/s, where zlib's crc32 gives 1.
+    Measured on one core for 1 MiB: 6.3 GB/s, where zlib's crc32 gives 1.0.
     """
     num_words = data.numel() // 8
     words = data[: num_words * 8].view(torch.int64)
     num_rows = num_words // _ROW_WORDS
     rows = words[: num_rows * _ROW_WORDS].view(num_rows, _ROW_WORDS).sum(1)
-    weights = torch.arange(1, 2 * num_rows, 2, dtype=torch.int64, device=data.device)
+    weights = torch.arange(1, 2 * num_rows + 1, 2, dtype=torch.int64, device=data.device)
     total = int((rows * weights).sum())
     rest = int(words[num_rows * _ROW_WORDS :].sum()) * (2 * num_rows + 1)
     tail = int(data[num_words * 8 :].sum(dtype=torch.int64)) * (2 * num_rows + 3)

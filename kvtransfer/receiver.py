@@ -43,7 +43,6 @@ from kvtransfer.watch import Watch
 logger = logging.getLogger("baton.kvtransfer")
 
 NUM_TOMBSTONES = 4096
-QUARANTINE_TIMEOUT_S = 2.0
 
 
 @dataclass(eq=False, slots=True)
@@ -83,6 +82,7 @@ class Receiver:
         self._committed: OrderedDict[str, tuple[str, int]] = OrderedDict()  # handoff -> source
         self._connections: dict[int, _Connection] = {}
         self._numbers = itertools.count()
+        self._is_closed = False
 
     @property
     def slot_counts(self) -> SlotCounts:
@@ -98,13 +98,21 @@ class Receiver:
         on_start: Callable[[], object] | None,
         on_done: Callable[[HandoffState | BatonError], object],
     ) -> Incoming:
-        """Raises HandoffError if the handoff is expected, or was committed, already."""
+        """Raises HandoffError if the handoff is expected, or was committed, already; or after `close`."""
         handoff_id = reservation.handoff_id
+        if self._is_closed:
+            raise HandoffError("the kv endpoint is closed")
         if handoff_id in self._incoming or handoff_id in self._committed:
             raise HandoffError(f"expected a new handoff but {handoff_id} is known already")
         incoming = Incoming(reservation, self._pages, on_start, on_done, self._leave)
         self._incoming[handoff_id] = incoming
         return incoming
+
+    def close(self) -> None:
+        """End the reservations that nobody has opened. Those with a connection end with it."""
+        self._is_closed = True
+        for incoming in list(self._incoming.values()):
+            incoming.fail(HandoffError("the kv endpoint is closed"))
 
     async def serve(self, channel: Channel, link: Link) -> None:
         """One connection, to its end. Raises what ended it."""
@@ -267,7 +275,7 @@ class Receiver:
         if told is not None:
             connection.tell(Abort(handoff_id, to_wire(told)))
         if self._slots.quarantine(key) and told is not None:
-            connection.aborting[handoff_id] = time.monotonic() + QUARANTINE_TIMEOUT_S
+            connection.aborting[handoff_id] = time.monotonic() + self._config.progress_timeout_s
 
     def _find(self, connection: _Connection, handoff_id: str) -> Incoming | None:
         incoming = self._incoming.get(handoff_id)

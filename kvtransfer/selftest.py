@@ -9,13 +9,14 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 from contracts.channel import Channel
 from contracts.errors import HandoffError
 from contracts.messages import Probe, Want
 from kvtransfer.pages import checksum
 from kvtransfer.slots import SendSlots
-from kvtransfer.transport import Link, Op
+from kvtransfer.transport import Link
 
 
 class SelfTest:
@@ -74,12 +75,16 @@ class SelfTest:
             num_bytes = min(self._unsent, self._slot_bytes)
             self._unsent -= num_bytes
             content = self._slots.arena.tensors[slot][:num_bytes]
-            self._channel.send(Probe(credit, num_bytes, checksum(content)))
-            op = self._link.send(credit, self._slots.arena.views[slot][:num_bytes])
-            op.final.add_done_callback(lambda _final, op=op, slot=slot: self._sent(op, slot))
+            try:
+                self._channel.send(Probe(credit, num_bytes, checksum(content)))
+                op = self._link.send(credit, self._slots.arena.views[slot][:num_bytes])
+            except BaseException:
+                self._slots.give_back(slot)
+                raise
+            op.final.add_done_callback(partial(self._sent, slot))
         self._slots.pass_on()
 
-    def _sent(self, op: Op, slot: int) -> None:
+    def _sent(self, slot: int, final: asyncio.Future[int]) -> None:
         self._slots.give_back(slot)
-        if op.final.exception() is not None:
+        if final.exception() is not None:
             self._channel.abort()

@@ -61,6 +61,12 @@ def check_peer(ours: Hello, peer: Hello) -> None:
         raise ConfigError(
             f"expected {ours.layout} of {ours.sender_id} but {peer.sender_id} has {peer.layout}"
         )
+    least = ours.layout.bytes_per_token if ours.layout is not None else 1
+    if peer.slot_bytes and peer.slot_bytes < least:
+        raise ConfigError(
+            f"expected transfer.slot_bytes of at least {least} (one token's KV) "
+            f"but {peer.sender_id} has {peer.slot_bytes}"
+        )
 
 
 class Sender:
@@ -153,11 +159,17 @@ class Sender:
 
     async def _talk(self, channel: Channel, link: Link) -> None:
         config = self._config
+        slot_bytes = min(config.slot_bytes, channel.peer.slot_bytes or config.slot_bytes)
+        if slot_bytes < config.slot_bytes:
+            logger.info(
+                "transfer.slot_bytes: %d here but %d at %s: pieces are cut to the smaller",
+                config.slot_bytes, slot_bytes, self.info.worker_id,
+            )  # fmt: skip
         self._route = Route(
-            channel.send, link, self._slots, self._pages, config.slot_bytes, config.progress_timeout_s,
+            channel.send, link, self._slots, self._pages, slot_bytes, config.progress_timeout_s,
             lambda handoff_id: self._forget(handoff_id),
         )  # fmt: skip
-        test = SelfTest(config.probe_bytes, config.slot_bytes, channel, link, self._slots)
+        test = SelfTest(config.probe_bytes, slot_bytes, channel, link, self._slots)
         numbers = itertools.count()
 
         def ping() -> None:

@@ -4,14 +4,17 @@ Receiver's slot:
     FREE ──grant──► GRANTED ──begin (Data came)──► RECEIVING ──finish (bytes final)──► FREE
                        │                              │
                        └──────── quarantine ──────────┘   the handoff is over, its bytes may still come:
-                                                          granted:   until the sender says so (release_unused), or begins
+                                                          granted:   until the sender says so (release_unused),
+                                                                     or begins
                                                           receiving: until the bytes are final
     release_peer: the link is closed, nothing can come any more: all its slots are FREE.
+
+Free slots are taken last in, first out, so that the one used next is the one most likely still in the CPU's cache.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -49,7 +52,7 @@ class SlotTable:
     """Which flow holds which slot. No I/O."""
 
     def __init__(self, num_slots: int) -> None:
-        self._free = deque(range(num_slots))
+        self._free = list(range(num_slots))
         self._used: dict[int, _Slot] = {}
 
     @property
@@ -63,7 +66,7 @@ class SlotTable:
         return SlotCounts(len(self._free), len(used) - quarantined - receiving, receiving, quarantined)
 
     def grant(self, owner: FlowKey) -> int:
-        slot = self._free.popleft()
+        slot = self._free.pop()
         self._used[slot] = _Slot(owner)
         return slot
 
@@ -149,7 +152,7 @@ class SendSlots:
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         self.arena = Arena(num_slots, slot_bytes)
-        self._free = deque(range(num_slots))
+        self._free = list(range(num_slots))
         self._waiting: OrderedDict[Callable[[], None], None] = OrderedDict()
 
     @property
@@ -159,7 +162,7 @@ class SendSlots:
     def try_take(self, when_free: Callable[[], None]) -> int | None:
         """A slot, or None: then `when_free` is called once when one may be had."""
         if self._free:
-            return self._free.popleft()
+            return self._free.pop()
         self._waiting.setdefault(when_free)
         return None
 

@@ -71,7 +71,7 @@ class _Entry:
 
 
 class Desk:
-    """Commands in, events out. `refuse_new` is set while draining."""
+    """Commands in, events out."""
 
     def __init__(self, loop: StepLoop, phases: Phases, pool: BlockPool, kv: KvEndpoint) -> None:
         self._engine = loop
@@ -81,15 +81,10 @@ class Desk:
         self._entries: dict[str, _Entry] = {}
         self._holders: defaultdict[str, list[asyncio.Future[None]]] = defaultdict(list)
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self.refuse_new: str | None = None
         self.num_lease_expiries = 0
         self.num_handoffs = 0
         self.num_handoff_bytes = 0
         self.num_handoff_failures = 0
-
-    @property
-    def num_requests(self) -> int:
-        return len(self._entries)
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
@@ -124,8 +119,8 @@ class Desk:
         if command.ticket is None:
             self._prefill_here(request, entry, reply)
             return
-        if entry is not None or self.refuse_new:
-            error = OverloadedError(self.refuse_new or f"request {request.request_id} is here already")
+        if entry is not None:
+            error = RequestError(f"request {request.request_id} is here already")
             reply.send(Ended(request.request_id, error=to_wire(error)))
             return
         seq = Sequence(request)
@@ -246,8 +241,6 @@ class Desk:
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _grant(self, request: GenerateRequest) -> Hold:
-        if self.refuse_new:
-            raise OverloadedError(self.refuse_new, retry_after_s=1.0)
         if request.request_id in self._entries:
             raise RequestError(f"request {request.request_id} is here already")
         hold = self._phases.decode.reserve(request, HoldState.RESERVED)

@@ -1,6 +1,6 @@
-"""One life of a worker: load, warm up, listen, serve, drain, stop.
+"""One life of a worker: load, warm up, listen, serve, stop.
 
-    load ──► warm-up step ──► kv endpoint + command port ──► ready (Status every second) ──► drain ──► close
+    load ──► warm-up step ──► kv endpoint + command port ──► ready (Status every second) ──► close
              (each stage is logged with its seconds)
 
 The engine thread steps; the event loop does everything else and never waits for a step. Readiness is judged from what
@@ -71,7 +71,6 @@ class Worker:
         self._channels: set[Channel] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._info: WorkerInfo | None = None
-        self._is_draining = False
 
     @property
     def info(self) -> WorkerInfo:
@@ -139,12 +138,6 @@ class Worker:
     async def hold(self, request_id: str) -> None:
         """Returns when the request has ended here; Serve counts the call and drains by it."""
         await self._desk.hold(request_id, self._config.coordinator.request_timeout_s)
-
-    async def drain(self) -> None:
-        """Take nothing new; running requests go on (Serve waits for their holds)."""
-        self._is_draining = True
-        self._desk.refuse_new = f"{self._worker_id} is draining"
-        self._publish_status()
 
     async def close(self) -> None:
         """End every request with a retryable error, then everything else."""
@@ -246,9 +239,7 @@ class Worker:
         return Status(
             self._worker_id,
             self._incarnation,
-            is_ready=not self._is_draining
-            and self._engine.failure is None
-            and age_s < self._config.engine.stall_timeout_s,
+            is_ready=self._engine.failure is None and age_s < self._config.engine.stall_timeout_s,
             step_age_s=age_s,
             num_running=self._phases.decode.num_running + self._phases.prefill.num_running,
             num_waiting=self._phases.decode.num_waiting + self._phases.prefill.num_waiting,

@@ -41,7 +41,7 @@ def test_hf_config_gives_every_number() -> None:
     assert (spec.intermediate_size, spec.vocab_size, spec.max_position) == (64, 96, 256)
     assert (spec.rope_theta, spec.rope_scaling, spec.norm_eps) == (10000.0, None, 1e-5)
     assert (spec.tie_embeddings, spec.attention_bias, spec.mlp_bias) == (False, False, False)
-    assert (spec.bos_token_id, spec.eos_token_ids, spec.group_size) == (1, (2,), 3)
+    assert (spec.bos_token_id, spec.eos_token_ids) == (1, (2,))
 
 
 def test_head_dim_and_kv_heads_have_their_usual_defaults() -> None:

@@ -1,0 +1,127 @@
+"""What every transport promises (kvtransfer/transport.py). A new one is one more line in MAKERS."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from kvtransfer.memory import MemoryTransport
+from kvtransfer.tcp import TcpTransport
+from kvtransfer.transport import TOKEN_BYTES, Link, LinkClosed, Transport, TransferTruncated
+from tests.kvtransfer.tools import HOST, WAIT_S, until
+
+MAKERS: dict[str, Callable[[], Transport]] = {
+    "memory": MemoryTransport,
+    "tcp": lambda: TcpTransport(HOST),
+}
+TOKEN = b"t" * TOKEN_BYTES
+pytestmark = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+@contextlib.asynccontextmanager
+async def linked(make: Callable[[], Transport]) -> AsyncIterator[tuple[Link, Link]]:
+    """(dialler's, listener's) ends; leaves no task."""
+    tasks = asyncio.all_tasks()
+    listener, dialler = make(), make()
+    address = await listener.listen()
+    near, far = await asyncio.gather(
+        dialler.connect(address, TOKEN, WAIT_S), listener.accept(TOKEN, WAIT_S)
+    )
+    try:
+        yield near, far
+    finally:
+        for part in (near, far, dialler, listener):
+            await part.close()
+    await until(lambda: asyncio.all_tasks() <= tasks)
+
+
+def view(size: int, fill: int = 0) -> memoryview:
+    return memoryview(bytearray([fill]) * size)
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 3_000_001])
+async def test_bytes_arrive_as_sent_both_ways(make: Callable[[], Transport], size: int) -> None:
+    async with linked(make) as (near, far):
+        for number, (one, other) in enumerate([(near, far), (far, near)]):
+            buffer = view(size)
+            received = other.post_recv(number, buffer)
+            sent = one.send(number, view(size, 7))
+            assert await received.wait() == size
+            assert await sent.wait() == size
+            assert buffer == view(size, 7)
+
+
+async def test_messages_find_their_tag_in_any_order_of_posting(make: Callable[[], Transport]) -> None:
+    async with linked(make) as (near, far):
+        buffers = [view(8) for _ in range(5)]
+        sends = [near.send(tag, view(8, tag)) for tag in range(5)]
+        receives = [far.post_recv(tag, buffers[tag]) for tag in reversed(range(5))]
+        assert [await op.wait() for op in [*sends, *receives]] == [8] * 10
+        assert [bytes(buffer) for buffer in buffers] == [bytes([tag] * 8) for tag in range(5)]
+
+
+async def test_a_shorter_message_is_taken_and_its_length_told(make: Callable[[], Transport]) -> None:
+    async with linked(make) as (near, far):
+        buffer = view(100)
+        received = far.post_recv(1, buffer)
+        near.send(1, view(10, 9))
+        assert await received.wait() == 10
+        assert buffer == bytes([9] * 10 + [0] * 90)
+
+
+async def test_a_longer_message_fails_and_the_link_goes_on(make: Callable[[], Transport]) -> None:
+    async with linked(make) as (near, far):
+        received = far.post_recv(1, view(10))
+        near.send(1, view(200_000, 9))
+        with pytest.raises(TransferTruncated, match="at most 10 bytes but peer sent 200000"):
+            await received.wait()
+        again = far.post_recv(1, view(10))
+        near.send(1, view(10))
+        assert await again.wait() == 10
+
+
+async def test_cancelling_a_waiter_leaves_the_transfer_alone(make: Callable[[], Transport]) -> None:
+    async with linked(make) as (near, far):
+        buffer = view(8)
+        received = far.post_recv(1, buffer)
+        waiter = asyncio.create_task(received.wait())
+        await asyncio.sleep(0)
+        waiter.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiter
+        near.send(1, view(8, 5))
+        assert await received.wait() == 8
+        assert buffer == view(8, 5)
+
+
+@pytest.mark.parametrize("who", ["near", "far"])
+async def test_close_of_either_side_ends_every_open_op(make: Callable[[], Transport], who: str) -> None:
+    async with linked(make) as (near, far):
+        ops = [far.post_recv(1, view(10)), near.post_recv(2, view(10)), far.send(3, view(30 << 20))]
+        await (near if who == "near" else far).close()
+        for op in ops:
+            with pytest.raises(LinkClosed):
+                async with asyncio.timeout(WAIT_S):
+                    await op.wait()
+        await until(lambda: near.post_recv(9, view(1)).final.done() and far.send(9, view(1)).final.done())
+
+
+async def test_closing_twice_is_closing_once(make: Callable[[], Transport]) -> None:
+    async with linked(make) as (near, _):
+        await near.close()
+        await near.close()
+        with pytest.raises(LinkClosed):
+            await near.send(1, view(1)).wait()
+
+
+async def test_nobody_there_is_link_closed(make: Callable[[], Transport]) -> None:
+    listener = make()
+    address = await listener.listen()
+    with pytest.raises(LinkClosed, match="no data link came"):
+        await listener.accept(TOKEN, 0.01)
+    await listener.close()
+    with pytest.raises(LinkClosed):
+        await make().connect(address, TOKEN, WAIT_S)

@@ -1,0 +1,221 @@
+"""Builders for kvtransfer's tests: tiny endpoints, a pair of them, a hand-driven sender, and one way to wait."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contracts.blocks import KvLayout
+from contracts.channel import Channel, connect
+from contracts.config import TransferConfig
+from contracts.errors import BatonError
+from contracts.messages import HandoffState, Hello, Message, Ping, Pong, WorkerInfo
+from contracts.request import Token
+from contracts.ticket import Ticket, sign
+from kvtransfer.endpoint import KvEndpoint
+from kvtransfer.incoming import Incoming
+from kvtransfer.outgoing import Outgoing, OutgoingResult
+from kvtransfer.slots import SlotCounts
+from kvtransfer.tcp import TcpTransport
+from kvtransfer.transport import Link
+
+HOST = "127.0.0.1"
+SECRET = b"s" * 32
+FINGERPRINT = "tiny"
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")  # 256 bytes per token
+SLOT_TOKENS = 16
+NUM_BLOCKS = 32
+NUM_SLOTS = 4
+STATE = HandoffState(Token(0, 7), num_cached_tokens=3)
+WAIT_S = 10.0
+
+_numbers = itertools.count()
+
+
+def make_config(**changes: Any) -> TransferConfig:
+    fields = {
+        "slot_bytes": SLOT_TOKENS * LAYOUT.bytes_per_token, "num_slots": NUM_SLOTS, "probe_bytes": 10_000,
+        "transport": "tcp", "host": HOST,
+    }  # fmt: skip
+    return TransferConfig(**(fields | changes))
+
+
+def make_slab(seed: int, layout: KvLayout = LAYOUT) -> Tensor:
+    shape = (NUM_BLOCKS, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_ticket(num_tokens: int, handoff_id: str = "", **changes: Any) -> Ticket:
+    handoff_id = handoff_id or f"h{next(_numbers)}"
+    fields = {
+        "handoff_id": handoff_id, "request_id": "r-" + handoff_id, "source_id": "p", "source_incarnation": 1,
+        "target_id": "d", "target_incarnation": 1, "num_tokens": num_tokens, "prompt_hash": b"prompt",
+    }  # fmt: skip
+    return sign(Ticket(**(fields | changes)), SECRET)
+
+
+def make_info(port: int, worker_id: str = "d", incarnation: int = 1) -> WorkerInfo:
+    return WorkerInfo(
+        worker_id, "decode", 0, incarnation, HOST, 0, port, FINGERPRINT, LAYOUT, NUM_BLOCKS, 8, 128
+    )  # fmt: skip
+
+
+async def until(is_so: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
+    """Let the event loop run until `is_so`."""
+    async with asyncio.timeout(timeout_s):
+        while not is_so():
+            await asyncio.sleep(0)
+
+
+class Side:
+    """An endpoint and its slab."""
+
+    def __init__(
+        self, name: str, seed: int, config: TransferConfig, layout: KvLayout = LAYOUT, fingerprint: str = FINGERPRINT
+    ) -> None:
+        self.slab = make_slab(seed, layout)
+        self.endpoint = KvEndpoint((name, 1), fingerprint, layout, self.slab, config, SECRET)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Every slot of both directions is free."""
+        num_slots = self.endpoint._config.num_slots
+        free = SlotCounts(num_slots, 0, 0, 0)
+        return self.endpoint.slot_counts == free and self.endpoint.num_free_send_slots == num_slots
+
+    def tokens(self, block_ids: Sequence[int]) -> Tensor:
+        """[tokens, L, 2, K, D] of the sequence in `block_ids`."""
+        return self.slab[list(block_ids)].permute(0, 4, 1, 2, 3, 5).flatten(0, 1).clone()
+
+
+class Handoff:
+    """Both ends of one, and what they were told."""
+
+    def __init__(self, pair: Pair, num_tokens: int, start: int, **changes: Any) -> None:
+        loop = asyncio.get_running_loop()
+        num_blocks = -(-num_tokens // LAYOUT.block_size)
+        self.pair = pair
+        self.sources = list(range(num_blocks))
+        self.targets = list(range(NUM_BLOCKS - 1, NUM_BLOCKS - 1 - num_blocks, -1))
+        self.ticket = make_ticket(num_tokens, **changes)
+        self.num_tokens, self.start = num_tokens, start
+        self.sent: asyncio.Future[OutgoingResult] = loop.create_future()
+        self.received: asyncio.Future[HandoffState | BatonError] = loop.create_future()
+        self.num_starts = 0
+        self.outgoing: Outgoing | None = None
+
+    def expect(self) -> Incoming:
+        ticket = self.ticket
+        return self.pair.decode.endpoint.expect(
+            ticket.handoff_id, ticket.request_id, b"prompt", self.num_tokens, self.start, self.targets,
+            on_start=self._started, on_done=self.received.set_result,
+        )  # fmt: skip
+
+    def open(self, num_ready: int | None = None) -> Outgoing:
+        """Everything is computed, or `num_ready` tokens are and more may come."""
+        self.outgoing = self.pair.prefill.endpoint.open(
+            self.ticket, self.sources, self.start, self.sent.set_result
+        )
+        self.outgoing.ready(self.num_tokens if num_ready is None else num_ready)
+        if num_ready is None:
+            self.outgoing.finish(STATE)
+        return self.outgoing
+
+    async def result(self) -> OutgoingResult:
+        async with asyncio.timeout(WAIT_S):
+            return await asyncio.shield(self.sent)
+
+    async def outcome(self) -> HandoffState | BatonError:
+        async with asyncio.timeout(WAIT_S):
+            return await asyncio.shield(self.received)
+
+    def _started(self) -> None:
+        self.num_starts += 1
+
+    @property
+    def arrived(self) -> int:
+        """How many tokens from `start` on are in place."""
+        ours = self.pair.prefill.tokens(self.sources)[self.start : self.num_tokens]
+        theirs = self.pair.decode.tokens(self.targets)[self.start : self.num_tokens]
+        return int((ours == theirs).flatten(1).all(1).sum())
+
+
+class Pair:
+    """A prefill and a decode endpoint, connected."""
+
+    def __init__(self, prefill: Side, decode: Side, port: int) -> None:
+        self.prefill, self.decode, self.port = prefill, decode, port
+
+    def handoff(self, num_tokens: int, start: int = 0, **changes: Any) -> Handoff:
+        return Handoff(self, num_tokens, start, **changes)
+
+    async def rest(self) -> None:
+        await until(lambda: self.prefill.is_at_rest and self.decode.is_at_rest)
+
+
+@contextlib.asynccontextmanager
+async def decode_side(config: TransferConfig) -> AsyncIterator[tuple[Side, int]]:
+    """A started endpoint "d" and its kv_port; closing it leaves no task."""
+    tasks = asyncio.all_tasks()
+    side = Side("d", 2, config)
+    try:
+        yield side, await side.endpoint.start(HOST)
+    finally:
+        await side.endpoint.close()
+    assert side.is_at_rest
+    await until(lambda: asyncio.all_tasks() <= tasks)
+
+
+@contextlib.asynccontextmanager
+async def connected(config: TransferConfig) -> AsyncIterator[Pair]:
+    """Ends by checking that every slot came back and no task is left."""
+    async with decode_side(config) as (decode, port):
+        prefill = Side("p", 1, config)
+        try:
+            await prefill.endpoint.start(HOST)
+            prefill.endpoint.set_peers([make_info(port)])
+            await until(lambda: prefill.endpoint.peer_statuses()[0].is_ready)
+            pair = Pair(prefill, decode, port)
+            yield pair
+            await pair.rest()
+        finally:
+            await prefill.endpoint.close()
+
+
+class RawSender:
+    """A peer that says what the test wants it to say."""
+
+    def __init__(self, channel: Channel, link: Link) -> None:
+        self.channel, self.link = channel, link
+
+    async def ask(self, *messages: Message) -> list[Message]:
+        """Everything that was answered by the time all `messages` were handled."""
+        number = next(_numbers)
+        for message in (*messages, Ping(number)):
+            self.channel.send(message)
+        answers: list[Message] = []
+        async with asyncio.timeout(WAIT_S):
+            while (answer := await self.channel.receive()) != Pong(number):
+                answers.append(answer)
+        return answers
+
+    async def hear(self) -> Message:
+        async with asyncio.timeout(WAIT_S):
+            return await self.channel.receive()
+
+
+@contextlib.asynccontextmanager
+async def raw_sender(port: int, name: str = "p") -> AsyncIterator[RawSender]:
+    channel = await connect(HOST, port, Hello(name, 1, "kv", b"", FINGERPRINT, LAYOUT), SECRET)
+    link = await TcpTransport(HOST).connect(channel.peer.data_address, channel.peer.bind_token, WAIT_S)
+    try:
+        yield RawSender(channel, link)
+    finally:
+        await link.close()
+        await channel.close()
