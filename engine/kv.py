@@ -7,8 +7,10 @@ Who owns which block is not known here.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,7 +44,7 @@ class KvSlab:
                 f"expected num_blocks and block_size >= 1 but got {num_blocks} and {block_size}"
             )
         shape = (num_blocks, spec.num_layers, 2, spec.num_kv_heads, block_size, spec.head_dim)
-        return cls(torch.zeros(shape, dtype=dtype, device=device))
+        return cls(_zeros(shape, dtype, torch.device(device)))
 
     @property
     def num_blocks(self) -> int:
@@ -84,6 +86,22 @@ class KvSlab:
     def layer(self, index: int) -> Tensor:
         """View [N, 2, K, S, D] of one layer."""
         return self.data[:, index]
+
+
+_ALIGNMENT_BYTES = 4096
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A zeroed tensor whose pages, on a CPU, come into being when they are first used.
+
+    torch.zeros writes every byte, which for 1 GiB takes seconds at start; numpy asks the kernel for zero pages.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(num_bytes + _ALIGNMENT_BYTES, np.uint8)
+    begin = -raw.ctypes.data % _ALIGNMENT_BYTES
+    return torch.from_numpy(raw[begin : begin + num_bytes]).view(dtype).view(shape)
 
 
 def num_blocks_for(num_bytes: int, spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:

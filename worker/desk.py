@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -73,11 +74,15 @@ class _Entry:
 class Desk:
     """Commands in, events out."""
 
-    def __init__(self, loop: StepLoop, phases: Phases, pool: BlockPool, kv: KvEndpoint) -> None:
+    def __init__(
+        self, loop: StepLoop, phases: Phases, pool: BlockPool, kv: KvEndpoint, on_freed: Callable[[], None]
+    ) -> None:
+        """`on_freed` is called whenever a request has left: somebody may be waiting for its room."""
         self._engine = loop
         self._phases = phases
         self._pool = pool
         self._kv = kv
+        self._on_freed = on_freed
         self._entries: dict[str, _Entry] = {}
         self._holders: defaultdict[str, list[asyncio.Future[None]]] = defaultdict(list)
         self._ended: OrderedDict[str, None] = OrderedDict()
@@ -309,6 +314,7 @@ class Desk:
         for future in self._holders.pop(request_id, []):
             if not future.done():
                 future.set_result(None)
+        self._on_freed()
         return entry
 
 

@@ -7,6 +7,7 @@ created -> opened (first `ready`) -> done           `on_done` fires exactly once
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 
 from contracts.errors import BatonError
@@ -38,13 +39,19 @@ class HandoffSink:
 
     def ready(self, num_tokens: int) -> None:
         block_ids = tuple(self._block_ids())
-        self._loop.call_soon_threadsafe(self._ready, num_tokens, block_ids)
+        self._hop(self._ready, num_tokens, block_ids)
 
     def finish(self, state: HandoffState) -> None:
-        self._loop.call_soon_threadsafe(self._finish, state)
+        self._hop(self._finish, state)
 
     def abort(self, error: BatonError | None) -> None:
-        self._loop.call_soon_threadsafe(self._abort, error)
+        self._hop(self._abort, error)
+
+    def _hop(self, method: Callable[..., None], *args: object) -> None:
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the loop is closed: the process ends, and nobody reads any more
+            self._loop.call_soon_threadsafe(method, *args)
 
     def _ready(self, num_tokens: int, block_ids: Sequence[int]) -> None:
         if self._is_done:

@@ -52,6 +52,7 @@ from worker.phases import PhaseFactory, Phases
 logger = logging.getLogger("baton.worker")
 
 STATUS_PERIOD_S = 1.0
+STATUS_DELAY_S = 0.02
 CPU_KV_BYTES = 1 << 30
 GPU_KV_SHARE = 0.85
 
@@ -71,6 +72,7 @@ class Worker:
         self._channels: set[Channel] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._info: WorkerInfo | None = None
+        self._soon: asyncio.TimerHandle | None = None
 
     @property
     def info(self) -> WorkerInfo:
@@ -105,7 +107,7 @@ class Worker:
             self._secret,
         )
         kv_port = await self._kv.start(host)
-        self._desk = Desk(self._engine, self._phases, self._pool, self._kv)
+        self._desk = Desk(self._engine, self._phases, self._pool, self._kv, self._publish_soon)
         self._kv.on_peers_changed = self._publish_status
         self._server = ChannelServer(self._hello, self._secret, self._serve)
         port = await self._server.start(host)
@@ -191,7 +193,10 @@ class Worker:
 
     def _emit(self, events: Sequence[Event]) -> None:
         """On the engine thread, once per step."""
-        self._event_loop.call_soon_threadsafe(self._desk.deliver, events)
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the loop is closed: the process ends, and nobody listens any more
+            self._event_loop.call_soon_threadsafe(self._desk.deliver, events)
 
     def _hello(self) -> Hello:
         return Hello(self._worker_id, self._incarnation, "commands", b"")
@@ -228,7 +233,15 @@ class Worker:
             self._publish_status()
             await asyncio.sleep(STATUS_PERIOD_S)
 
+    def _publish_soon(self) -> None:
+        """Tell coordinators of freed room well before the next beat, once for all that leave together."""
+        if self._soon is None:
+            self._soon = self._event_loop.call_later(STATUS_DELAY_S, self._publish_status)
+
     def _publish_status(self) -> None:
+        if self._soon is not None:
+            self._soon.cancel()
+            self._soon = None
         status = self._status()
         for channel in list(self._channels):
             with contextlib.suppress(WorkerLostError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.errors import HandoffError, ProtocolError
@@ -16,6 +16,7 @@ from kvtransfer.slots import Credits, SendSlots, SlotCounts, SlotTable
 sizes = st.integers(0, 70)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.data(), sizes, st.integers(1, 8), st.integers(1, 20))
 def test_a_plan_cuts_every_token_once_and_no_piece_is_too_long(
     data: st.DataObject, num_tokens: int, block_size: int, max_tokens: int
@@ -57,6 +58,7 @@ def test_a_piece_damaged_too_often_is_a_typed_error() -> None:
         plan.done(number, False)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(sizes, sizes), max_size=8), sizes, sizes)
 def test_arrivals_are_complete_only_if_no_token_is_missing(
     ranges: list[tuple[int, int]], start: int, num_tokens: int
@@ -87,6 +89,7 @@ flows = st.tuples(st.integers(0, 1), st.sampled_from(["", "a", "b"]))
 events = st.sampled_from(["want", "begin", "finish", "quarantine", "unused", "peer", "drop"])
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(events, flows, st.integers(0, 5)), max_size=40))
 def test_slots_sum_up_and_each_has_one_owner(script: list[tuple[str, tuple[int, str], int]]) -> None:
     table = SlotTable(4)
@@ -128,6 +131,7 @@ def test_slots_sum_up_and_each_has_one_owner(script: list[tuple[str, tuple[int, 
     assert table.counts() == SlotCounts(4, 0, 0, 0)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=6))
 def test_credits_go_round_and_nobody_waits_for_more_than_one_turn_of_the_others(wants: list[int]) -> None:
     table = SlotTable(1)

@@ -10,7 +10,7 @@ import pytest
 
 from kvtransfer.memory import MemoryTransport
 from kvtransfer.tcp import TcpTransport
-from kvtransfer.transport import TOKEN_BYTES, Link, LinkClosed, Transport, TransferTruncated
+from kvtransfer.transport import TOKEN_BYTES, Link, LinkClosed, TransferTruncated, Transport
 from tests.kvtransfer.tools import HOST, WAIT_S, until
 
 MAKERS: dict[str, Callable[[], Transport]] = {

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -28,6 +28,7 @@ def naive(slab: Tensor, block_ids: list[int], low: int, high: int) -> Tensor:
     return torch.cat(parts).view(torch.uint8)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.data(), tables, st.sampled_from(["float32", "bfloat16"]))
 def test_gather_is_the_reference_and_scatter_its_inverse(
     data: st.DataObject, block_ids: list[int], dtype: str

@@ -1,0 +1,189 @@
+"""What the receiver does with a peer that is forged, stale, repetitive, wrong or no peer at all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from contracts.messages import Abort, AbortOk, ChunkDone, Commit, Data, Fin, Grant, Message, Open, Want
+from contracts.ticket import sign
+from kvtransfer import tcp
+from kvtransfer.pages import Pages, checksum
+from tests.kvtransfer.tools import (
+    HOST,
+    LAYOUT,
+    SECRET,
+    STATE,
+    WAIT_S,
+    Handoff,
+    Pair,
+    RawSender,
+    Side,
+    connected,
+    decode_side,
+    make_config,
+    raw_sender,
+    until,
+)
+
+NUM_TOKENS = 10
+
+
+@contextlib.asynccontextmanager
+async def facing(num_tokens: int = NUM_TOKENS) -> AsyncIterator[tuple[Handoff, RawSender]]:
+    """A reservation and a hand-driven sender; afterwards every slot is back."""
+    async with decode_side(make_config()) as (decode, port):
+        handoff = Handoff(Pair(Side("p", 1, make_config()), decode, port), num_tokens, 0)
+        incoming = handoff.expect()
+        async with raw_sender(port) as raw:
+            yield handoff, raw
+        incoming.cancel(None)
+        await until(lambda: decode.is_at_rest)
+
+
+def payload(handoff: Handoff) -> torch.Tensor:
+    data = torch.empty(NUM_TOKENS * LAYOUT.bytes_per_token, dtype=torch.uint8)
+    Pages(handoff.pair.prefill.slab, LAYOUT).gather(handoff.sources, 0, NUM_TOKENS, data)
+    return data
+
+
+async def get_slot(handoff: Handoff, raw: RawSender) -> int:
+    answers = await raw.ask(Open(handoff.ticket, 0), Want(handoff.ticket.handoff_id, 1))
+    (grant,) = answers
+    assert isinstance(grant, Grant)
+    return grant.slots[0]
+
+
+async def deliver(handoff: Handoff, raw: RawSender, slot: int) -> Message:
+    data = payload(handoff)
+    head = Data(handoff.ticket.handoff_id, 0, slot, 0, NUM_TOKENS, data.numel(), checksum(data))
+    raw.channel.send(head)
+    raw.link.send(slot, memoryview(data.numpy()))
+    return await raw.hear()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mac": b"x" * 32},
+        {"num_tokens": NUM_TOKENS + 1},  # altered after it was signed
+        {"source_id": "q"},
+        {"source_incarnation": 0},
+        {"target_id": "e"},
+        {"target_incarnation": 0},
+        {"prompt_hash": b"other"},
+        {"request_id": "other"},
+        {"handoff_id": "stale"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+@pytest.mark.parametrize("is_signed", [False, True])
+async def test_a_ticket_that_is_not_ours_is_refused_and_the_right_one_still_works(
+    changes: dict[str, object], is_signed: bool
+) -> None:
+    async with facing() as (handoff, raw):
+        wrong = replace(handoff.ticket, **changes)  # type: ignore[arg-type]
+        if is_signed and "mac" not in changes:
+            wrong = sign(wrong, SECRET)
+        (answer,) = await raw.ask(Open(wrong, 0))
+        assert isinstance(answer, Abort)
+        assert handoff.num_starts == 0
+        slot = await get_slot(handoff, raw)
+        assert await deliver(handoff, raw, slot) == ChunkDone(handoff.ticket.handoff_id, 0, slot, True)
+
+
+async def test_a_wrong_start_is_refused() -> None:
+    async with facing() as (handoff, raw):
+        (answer,) = await raw.ask(Open(handoff.ticket, 1))
+        assert isinstance(answer, Abort)
+        assert "expected request, tokens, prompt hash, start" in answer.error.message
+
+
+async def test_duplicates_of_every_message_change_nothing() -> None:
+    async with facing() as (handoff, raw):
+        handoff_id = handoff.ticket.handoff_id
+        slot = await get_slot(handoff, raw)
+        assert await raw.ask(Open(handoff.ticket, 0), Want(handoff_id, 1)) == []
+        assert isinstance(await deliver(handoff, raw, slot), ChunkDone)
+        assert await raw.ask(Data(handoff_id, 0, slot, 0, NUM_TOKENS, 2560, 0)) == []  # no slot any more: ignored
+        fin = Fin(handoff_id, 1, STATE)
+        assert await raw.ask(fin, fin, Open(handoff.ticket, 0)) == [Commit(handoff_id), Commit(handoff_id)]
+        assert await handoff.outcome() == STATE
+        assert handoff.num_starts == 1
+        assert handoff.arrived == NUM_TOKENS
+
+
+async def test_fin_without_all_tokens_fails_the_handoff() -> None:
+    async with facing() as (handoff, raw):
+        slot = await get_slot(handoff, raw)
+        assert slot >= 0
+        answers = await raw.ask(Fin(handoff.ticket.handoff_id, 0, STATE), AbortOk(handoff.ticket.handoff_id))
+        assert isinstance(answers[0], Abort)
+        assert "tokens are missing" in str(await handoff.outcome())
+
+
+async def test_data_of_a_wrong_size_or_range_is_never_written() -> None:
+    for low, high, num_bytes in [(0, NUM_TOKENS, 100), (0, 99, 2560), (5, 5, 0), (-1, 3, 1024)]:
+        async with facing() as (handoff, raw):
+            before = handoff.pair.decode.slab.clone()
+            slot = await get_slot(handoff, raw)
+            raw.link.send(slot, memoryview(bytes(64)))
+            answers = await raw.ask(Data(handoff.ticket.handoff_id, 0, slot, low, high, num_bytes, 0))
+            assert isinstance(answers[0], Abort)
+            await until(lambda: handoff.pair.decode.endpoint.slot_counts.receiving == 0)
+            assert torch.equal(handoff.pair.decode.slab, before)
+
+
+async def test_words_about_unknown_handoffs_are_answered_or_ignored() -> None:
+    async with facing() as (handoff, raw):
+        assert await raw.ask(Want("nobody", 3), AbortOk("nobody"), Data("nobody", 0, 0, 0, 4, 1024, 0)) == []
+        (answer,) = await raw.ask(Fin("nobody", 0, STATE))
+        assert isinstance(answer, Abort)
+        stop = Abort("nobody", answer.error)
+        assert await raw.ask(stop) == [AbortOk("nobody")]
+        assert await raw.ask(Fin(handoff.ticket.handoff_id, 0, STATE)) == []  # expected, but not opened
+
+
+async def test_a_second_connection_cannot_take_an_open_handoff() -> None:
+    async with facing() as (handoff, raw):
+        await get_slot(handoff, raw)
+        async with raw_sender(handoff.pair.port) as other:
+            (answer,) = await other.ask(Open(handoff.ticket, 0), Want(handoff.ticket.handoff_id, 1))
+            assert isinstance(answer, Abort)
+            assert "another connection" in answer.error.message
+
+
+async def test_a_sender_that_is_gone_ends_its_handoff() -> None:
+    async with facing() as (handoff, raw):
+        await get_slot(handoff, raw)
+        raw.channel.abort()
+        assert "was lost" in str(await handoff.outcome())
+
+
+async def test_garbage_on_both_ports_is_closed_and_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "UNBOUND_TIMEOUT_S", 0.1)
+    async with connected(make_config()) as pair:
+        data_port = int(pair.decode.endpoint._address.rpartition(":")[2])
+        for port in (pair.port, data_port):
+            for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 70_000):
+                reader, writer = await asyncio.open_connection(HOST, port)
+                writer.write(garbage)
+                if not garbage:
+                    writer.write_eof()
+                with contextlib.suppress(ConnectionError):
+                    async with asyncio.timeout(WAIT_S):
+                        while await reader.read(1 << 16):
+                            pass  # until the endpoint closes
+                writer.close()
+                with contextlib.suppress(ConnectionError):
+                    await writer.wait_closed()
+        handoff = pair.handoff(50)
+        handoff.expect()
+        handoff.open()
+        assert (await handoff.result()).error is None
+        assert handoff.arrived == 50
