@@ -1,8 +1,10 @@
 """`make serve`: one Baton instance on this machine, from nothing to ready, and everything given back at the end.
 
-    read config ─► claim the port ─► fetch the model ─► Ray ─► Serve ─► application ─► /ready ─► wait for a signal
-         │ 2             │ 2              │ 2            └────────────── 1 ──────────────┘            │ 0
+    read config ─► claim the port ─► fetch the model ─► Ray ─────┬─► Serve ─► workers ─► /ready ─► wait for a signal
+         │ 2             │ 2              │ 2     └► application ┘ 2                │ 1                  │ 0
          └───────────────┴────────────────┴── exit status ──┴── finally: Serve, Ray, HAProxy, run folder, claim
+
+The application is imported and built on a thread while Ray waits for its own processes to come up.
 
 SIGINT, SIGTERM and SIGHUP take the same way out. `--stop` asks the instance on a port to do so, from another shell.
 The Ray instance is this process's own: other Ray clusters on the machine are neither joined nor stopped.
@@ -17,6 +19,7 @@ import json
 import logging
 import os
 import select
+import shutil
 import signal
 import sys
 import threading
@@ -24,18 +27,21 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from contracts.config import BatonConfig, PoolConfig, load_config
+from contracts.config import BatonConfig, PoolConfig, cache_dir, load_config
 from contracts.errors import ConfigError
 from coordinator.instance import Instance, claim_port, processes_using, stop
+from coordinator.progress import WorkerLog, reason_of
 
 READY_TIMEOUT_S = 600.0
 SHUTDOWN_TIMEOUT_S = 45.0
 
 _RAY_END_TIMEOUT_S = 2.0  # for what is left to do when the node process is gone
-_READY_INTERVAL_S = 0.2
+_READY_INTERVAL_S = 0.1
 _HTTP_TIMEOUT_S = 5.0
 _OBJECT_STORE_BYTES = 128 << 20  # Serve's messages are small and KV does not travel through Ray
 _SERVE_CPUS = 1.0  # room for Serve's own actors
@@ -120,9 +126,12 @@ def _serve(args: argparse.Namespace, config: BatonConfig, build: Build) -> int:
     except KeyboardInterrupt:
         print("\nstopping", flush=True)
         return 0
-    except (RuntimeError, TimeoutError) as error:
-        # Ray's and Serve's start-up errors. Their logs are about to be removed with the run folder.
-        print(f"baton: start failed: {error}", file=sys.stderr)
+    except ConfigError:
+        raise
+    except Exception as error:
+        # The outer edge of Ray's and Serve's start, which raise whatever they like (Ray: a bare Exception).
+        print(f"baton: start failed: {str(error) or type(error).__name__}", file=sys.stderr)
+        _keep_logs(instance)
         return 1
     finally:
         for number in _STOP_SIGNALS:
@@ -139,6 +148,7 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 def _start(
     instance: Instance, args: argparse.Namespace, config: BatonConfig, build: Build, stages: Stages
 ) -> None:
+    given = {key: value for key in ("model", "config") if (value := getattr(args, key))}
     if build is _build_app:
         # The workers would fetch the model themselves; here its progress can be seen.
         from engine.embedded import resolve_model
@@ -147,13 +157,71 @@ def _start(
     from coordinator.haproxy import serve_environment
 
     stages("starting Ray")
+    for name, value in _RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     os.environ.update(serve_environment(instance))
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    import ray
+    application = _in_background(lambda: build(given))
+    _start_ray(instance.run_dir, config)
+    stages("starting Serve")
     from ray import serve
 
-    logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    serve.start(
+        http_options={"host": instance.claim.host, "port": instance.claim.port},
+        logging_config={"log_level": "WARNING"},
+    )
+    stages("starting the workers: loading and warming up")
+    with WorkerLog(instance.run_dir, stages):
+        try:
+            serve.run(application.result(), name="baton", logging_config={"log_level": "WARNING"})
+        except RuntimeError as error:
+            raise RuntimeError(_failures() or str(error)) from error
+        _wait_ready(instance.claim.url, stages)
+
+
+# A user's own values win.
+_RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Baton has its own /metrics; nobody reads Ray's here.
+    "RAY_enable_metrics_collection": "0",
+    # A worker that cannot start will not do so at the second try on the same machine: say why at once.
+    "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1",
+    # Held calls are many and idle: with these two, each costs the coordinator less.
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
+
+
+def _failures() -> str:
+    """What Serve knows of the deployments that could not start: `name: the replica's own message`, one a line."""
+    from ray import serve
+
+    found = []
+    for application in serve.status().applications.values():
+        for name, deployment in application.deployments.items():
+            if "FAILED" in deployment.status.name or "UNHEALTHY" in deployment.status.name:
+                found.append(f"{name}: {reason_of(deployment.message)}")
+    return "; ".join(found)
+
+
+def _in_background(work: Callable[[], Any]) -> Future[Any]:
+    """Start `work` on a thread of its own. Daemonic: an abandoned start must not keep the process."""
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # the thread's outer edge; raised again by whoever asks for the result
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="build", daemon=True).start()
+    return done
+
+
+def _start_ray(run_dir: Path, config: BatonConfig) -> None:
+    import ray
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
     ray.init(
         address="local",
         num_cpus=_logical_cpus(config),
@@ -162,19 +230,20 @@ def _start(
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",
-        _temp_dir=str(instance.run_dir),
+        _temp_dir=str(run_dir),
     )
     # NOTE: ray.init installs a SIGTERM handler of its own, which would end the process without our way out.
     signal.signal(signal.SIGTERM, _interrupt)
-    stages("starting Serve")
-    serve.start(
-        http_options={"host": instance.claim.host, "port": instance.claim.port},
-        logging_config={"log_level": "WARNING"},
-    )
-    stages("starting the workers: loading and warming up")
-    given = {key: value for key in ("model", "config") if (value := getattr(args, key))}
-    serve.run(build(given), name="baton", logging_config={"log_level": "WARNING"})
-    _wait_ready(instance.claim.url, stages)
+
+
+def _keep_logs(instance: Instance) -> None:
+    """Ray's logs would go with the run folder; after a failed start they are all there is to look at."""
+    target = cache_dir() / "logs" / f"failed-{instance.claim.port}"
+    shutil.rmtree(target, ignore_errors=True)
+    for logs in instance.run_dir.glob("session_2*/logs"):
+        with contextlib.suppress(OSError, shutil.Error):
+            shutil.copytree(logs, target)
+            print(f"baton: logs of this start are in {target}", file=sys.stderr)
 
 
 def _build_app(given: dict[str, str]) -> Any:
@@ -271,8 +340,12 @@ def _shut_down(instance: Instance) -> None:
     if "ray" not in sys.modules:
         return
     ender = threading.Thread(target=_end_ray, name="end-ray", daemon=True)
-    # Ray reports the end of Serve's controller, which is what was asked for, as a failed task on stderr.
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+    # Ray reports the end of Serve's controller, which is what was asked for, as a failed task: on stdout.
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stderr(nowhere),
+        contextlib.redirect_stdout(nowhere),
+    ):
         ender.start()
         # NOTE: without its raylet, Serve's shutdown would wait for its whole time-out. A signal to the process group
         # (a closed terminal) ends Ray and this process at the same time.

@@ -174,9 +174,7 @@ class KvEndpoint:
         size = self._pages.layout.block_size
         assert 0 <= start <= num_tokens <= len(block_ids) * size, (start, num_tokens, len(block_ids))
         assert all(0 <= block < self._pages.num_blocks for block in block_ids)
-        reservation = Reservation(
-            handoff_id, request_id, prompt_hash, num_tokens, start, tuple(block_ids)
-        )
+        reservation = Reservation(handoff_id, request_id, prompt_hash, num_tokens, start, tuple(block_ids))
         try:
             return self._receiver.expect(reservation, on_start, on_done)
         except HandoffError as error:

@@ -59,7 +59,9 @@ class MemoryLink:
         target, received = self._other._posted.pop(tag)
         sent.finish(len(source))
         if len(source) > len(target):
-            received.fail(TransferTruncated(f"expected at most {len(target)} bytes but peer sent {len(source)}"))
+            received.fail(
+                TransferTruncated(f"expected at most {len(target)} bytes but peer sent {len(source)}")
+            )
             return
         target[: len(source)] = source
         received.finish(len(source))

@@ -288,7 +288,9 @@ class Outgoing:
             self._end(error)
             return
         except Exception as error:  # whatever it is, it ends this handoff and not the connection
-            logger.exception("handoff %s: cannot send tokens [%d, %d)", self.handoff_id, chunk.low, chunk.high)
+            logger.exception(
+                "handoff %s: cannot send tokens [%d, %d)", self.handoff_id, chunk.low, chunk.high
+            )
             route.slots.give_back(slot)
             self._abort(HandoffError(f"tokens [{chunk.low}, {chunk.high}) could not be sent: {error}"))
             return

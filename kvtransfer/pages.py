@@ -28,7 +28,9 @@ class Pages:
         shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
         dtype = str(slab.dtype).removeprefix("torch.")
         if slab.dim() != 6 or tuple(slab.shape[1:]) != shape or dtype != layout.dtype:
-            raise ConfigError(f"kv slab: expected [N, {shape}] {layout.dtype} but got {tuple(slab.shape)} {dtype}")
+            raise ConfigError(
+                f"kv slab: expected [N, {shape}] {layout.dtype} but got {tuple(slab.shape)} {dtype}"
+            )
         if not slab.is_contiguous():
             raise ConfigError("kv slab: expected a contiguous tensor")
         self._slab = slab
@@ -59,7 +61,9 @@ class Pages:
                 target = self._slab[block, :, :, :, first:last]
                 target.copy_(piece.view(self._slab.dtype).view(target.shape))
 
-    def _pieces(self, block_ids: Sequence[int], low: int, high: int) -> Iterator[tuple[int, int, int, int, int]]:
+    def _pieces(
+        self, block_ids: Sequence[int], low: int, high: int
+    ) -> Iterator[tuple[int, int, int, int, int]]:
         """(block id, first, last token in the block, byte offset, byte size) of each block touched."""
         size, offset = self.layout.block_size, 0
         for index in range(low // size, -(-high // size)):

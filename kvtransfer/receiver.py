@@ -1,7 +1,7 @@
 """Decode's side of all connections: reservations, slots, credits, and what each message does to them.
 
-    connection:  hello (checked) ──► data link bound by token ──► messages ──EOF │ silence │ nonsense──► fenced
-    fenced:      its handoffs fail at once, then the link is closed, then its slots are free
+connection:  hello (checked) ──► data link bound by token ──► messages ──EOF │ silence │ nonsense──► fenced
+fenced:      its handoffs fail at once, then the link is closed, then its slots are free
 """
 
 from __future__ import annotations

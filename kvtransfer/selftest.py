@@ -1,6 +1,6 @@
 """The transfer self-test after connecting: real bytes through real slots, checked, with their GB/s.
 
-    start: Want("") ──► Grant("", slots) ──► Probe per slot ──► ProbeDone each ──► passed
+start: Want("") ──► Grant("", slots) ──► Probe per slot ──► ProbeDone each ──► passed
 """
 
 from __future__ import annotations

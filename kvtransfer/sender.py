@@ -1,7 +1,7 @@
 """Prefill's side of one connection, to one life of one decode worker.
 
-    ┌► connect ──► data link ──► self-test ──► READY ──EOF │ silence │ nonsense──► all handoffs fail ──┐
-    └──────────────────────────── back-off ◄──refused, not reachable, self-test failed ◄────────────────┘
+┌► connect ──► data link ──► self-test ──► READY ──EOF │ silence │ nonsense──► all handoffs fail ──┐
+└──────────────────────────── back-off ◄──refused, not reachable, self-test failed ◄────────────────┘
 """
 
 from __future__ import annotations
@@ -129,7 +129,9 @@ class Sender:
                 except BatonError as error:
                     reason = self._silence or error
                     logger.info("kv connection to %s: %s", self.info.worker_id, reason)
-                    self._set(PeerStatus(self.info.worker_id, False, self._transport.name, detail=str(reason)))
+                    self._set(
+                        PeerStatus(self.info.worker_id, False, self._transport.name, detail=str(reason))
+                    )
                 if time.monotonic() - begun_s > LONGEST_BACK_OFF_S:
                     back_off_s = FIRST_BACK_OFF_S  # it worked for a while: this is a new trouble
                 await asyncio.sleep(back_off_s * random.uniform(0.5, 1.0))
@@ -140,9 +142,7 @@ class Sender:
     async def _connect(self) -> None:
         """One connection, to its end. Raises what ended it."""
         self._silence = None
-        channel = await connect(
-            self.info.host, self.info.kv_port, self._hello, self._secret, self._check
-        )
+        channel = await connect(self.info.host, self.info.kv_port, self._hello, self._secret, self._check)
         try:
             peer = channel.peer
             link = await self._transport.connect(

@@ -12,9 +12,7 @@ LOOKS_PER_TIMEOUT = 5
 class Watch:
     """Calls `on_look()` regularly until `stop`; `on_silence()` once, when `heard` was not called for `timeout_s`."""
 
-    def __init__(
-        self, timeout_s: float, on_look: Callable[[], None], on_silence: Callable[[], None]
-    ) -> None:
+    def __init__(self, timeout_s: float, on_look: Callable[[], None], on_silence: Callable[[], None]) -> None:
         self._timeout_s = timeout_s
         self._period_s = timeout_s / LOOKS_PER_TIMEOUT
         self._on_look = on_look

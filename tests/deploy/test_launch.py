@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from contracts.errors import ConfigError
 from coordinator import launch
 from coordinator.instance import free_ports, processes_using, sweep
 
@@ -126,3 +127,23 @@ def test_ray_gets_room_for_all_workers_and_their_resources() -> None:
 def test_starting_does_not_load_torch() -> None:
     code = "import sys, coordinator.launch, coordinator.haproxy, engine.embedded; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+def test_a_model_that_is_not_there_ends_with_2_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path))
+    command = ["-m", "coordinator.launch", "--port", str(free_ports(1)[0]), "--model", str(tmp_path / "none")]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, check=False, timeout=60)
+    printed = capfd.readouterr()
+    assert done.returncode == 2
+    assert re.fullmatch(r"baton: expected a Hugging Face directory.*does not exist\n", printed.err)
+    assert "starting Ray" not in printed.out
+
+
+def test_an_error_on_the_building_thread_is_raised_to_who_asks() -> None:
+    def build() -> None:
+        raise ConfigError("expected this but got that")
+
+    with pytest.raises(ConfigError, match="expected this"):
+        launch._in_background(build).result(timeout=10.0)

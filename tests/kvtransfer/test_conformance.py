@@ -27,9 +27,7 @@ async def linked(make: Callable[[], Transport]) -> AsyncIterator[tuple[Link, Lin
     tasks = asyncio.all_tasks()
     listener, dialler = make(), make()
     address = await listener.listen()
-    near, far = await asyncio.gather(
-        dialler.connect(address, TOKEN, WAIT_S), listener.accept(TOKEN, WAIT_S)
-    )
+    near, far = await asyncio.gather(dialler.connect(address, TOKEN, WAIT_S), listener.accept(TOKEN, WAIT_S))
     try:
         yield near, far
     finally:

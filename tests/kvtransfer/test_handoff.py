@@ -106,7 +106,9 @@ async def test_32_handoffs_share_4_slots(transport: str) -> None:
 @both
 async def test_a_smaller_slot_of_the_peer_is_adapted_to(transport: str) -> None:
     async with decode_side(make_config(transport=transport)) as (decode, port):
-        prefill = Side("p", 1, make_config(transport=transport, slot_bytes=4 * SLOT_TOKENS * LAYOUT.bytes_per_token))
+        prefill = Side(
+            "p", 1, make_config(transport=transport, slot_bytes=4 * SLOT_TOKENS * LAYOUT.bytes_per_token)
+        )
         await prefill.endpoint.start(HOST)
         prefill.endpoint.set_peers([make_info(port)])
         await until(lambda: prefill.endpoint.peer_statuses()[0].is_ready)
@@ -199,9 +201,7 @@ async def test_abort_before_it_was_opened_tells_nobody() -> None:
 
 def damage(monkeypatch: pytest.MonkeyPatch, num_times: int) -> None:
     calls = itertools.count()
-    monkeypatch.setattr(
-        outgoing_module, "checksum", lambda data: checksum(data) ^ (next(calls) < num_times)
-    )
+    monkeypatch.setattr(outgoing_module, "checksum", lambda data: checksum(data) ^ (next(calls) < num_times))
 
 
 @both
@@ -216,7 +216,9 @@ async def test_a_damaged_chunk_is_sent_again(transport: str, monkeypatch: pytest
 
 
 @both
-async def test_a_chunk_damaged_each_time_is_a_typed_error(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_chunk_damaged_each_time_is_a_typed_error(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with connected(make_config(transport=transport)) as pair:
         damage(monkeypatch, 1000)
         handoff = pair.handoff(100)
@@ -379,7 +381,11 @@ def test_the_engine_thread_may_be_a_step_behind_a_closed_loop() -> None:
     async def begin() -> list[Callable[[], None]]:
         side = Side("p", 1, make_config())
         out = side.endpoint.open(make_ticket(4), [0], 0, lambda _result: None)
-        return [lambda: out.ready(4), lambda: out.finish(HandoffState(STATE.first_token)), lambda: out.abort(None)]
+        return [
+            lambda: out.ready(4),
+            lambda: out.finish(HandoffState(STATE.first_token)),
+            lambda: out.abort(None),
+        ]
 
     errors: list[BaseException] = []
 

@@ -54,7 +54,9 @@ def test_gather_is_the_reference_and_scatter_its_inverse(
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 7, 8, 4095, 4096, 4097, 8192, 20_001])
 def test_checksum_takes_any_size_and_sees_every_byte(num_bytes: int) -> None:
-    data = torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(num_bytes))
+    data = torch.randint(
+        256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(num_bytes)
+    )
     right = checksum(data)
     assert 0 <= right < 1 << 64
     assert checksum(data.clone()) == right
@@ -73,7 +75,8 @@ def test_checksum_sees_swapped_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    "slab", [make_slab(1).to(torch.float16), make_slab(1)[:, :1], make_slab(1).transpose(0, 3), torch.zeros(4)]
+    "slab",
+    [make_slab(1).to(torch.float16), make_slab(1)[:, :1], make_slab(1).transpose(0, 3), torch.zeros(4)],
 )
 def test_a_slab_of_another_layout_is_refused(slab: Tensor) -> None:
     with pytest.raises(ConfigError, match="kv slab: expected"):

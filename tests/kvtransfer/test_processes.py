@@ -19,8 +19,10 @@ from tests.kvtransfer.tools import HOST, Handoff, Pair, Side, decode_side, make_
 ROOT = Path(__file__).parents[2]
 START_S = 60.0  # a process that imports torch, on a busy machine
 LIMIT_S = 5.0
-signals = pytest.mark.parametrize(  # death shows by the end of the connection alone, a stopped peer by its silence
-    ("number", "peer_timeout_s"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 0.5)], ids=["kill", "stop"]
+signals = (
+    pytest.mark.parametrize(  # death shows by the end of the connection alone, a stopped peer by its silence
+        ("number", "peer_timeout_s"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 0.5)], ids=["kill", "stop"]
+    )
 )
 
 

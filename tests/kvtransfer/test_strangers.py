@@ -110,7 +110,9 @@ async def test_duplicates_of_every_message_change_nothing() -> None:
         slot = await get_slot(handoff, raw)
         assert await raw.ask(Open(handoff.ticket, 0), Want(handoff_id, 1)) == []
         assert isinstance(await deliver(handoff, raw, slot), ChunkDone)
-        assert await raw.ask(Data(handoff_id, 0, slot, 0, NUM_TOKENS, 2560, 0)) == []  # no slot any more: ignored
+        assert (
+            await raw.ask(Data(handoff_id, 0, slot, 0, NUM_TOKENS, 2560, 0)) == []
+        )  # no slot any more: ignored
         fin = Fin(handoff_id, 1, STATE)
         assert await raw.ask(fin, fin, Open(handoff.ticket, 0)) == [Commit(handoff_id), Commit(handoff_id)]
         assert await handoff.outcome() == STATE

@@ -28,7 +28,9 @@ from kvtransfer.transport import Link
 HOST = "127.0.0.1"
 SECRET = b"s" * 32
 FINGERPRINT = "tiny"
-LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")  # 256 bytes per token
+LAYOUT = KvLayout(
+    num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32"
+)  # 256 bytes per token
 SLOT_TOKENS = 16
 NUM_BLOCKS = 32
 NUM_SLOTS = 4
@@ -77,7 +79,12 @@ class Side:
     """An endpoint and its slab."""
 
     def __init__(
-        self, name: str, seed: int, config: TransferConfig, layout: KvLayout = LAYOUT, fingerprint: str = FINGERPRINT
+        self,
+        name: str,
+        seed: int,
+        config: TransferConfig,
+        layout: KvLayout = LAYOUT,
+        fingerprint: str = FINGERPRINT,
     ) -> None:
         self.slab = make_slab(seed, layout)
         self.endpoint = KvEndpoint((name, 1), fingerprint, layout, self.slab, config, SECRET)
