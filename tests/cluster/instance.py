@@ -106,6 +106,8 @@ def running(folder: Path, config: dict[str, Any]) -> Iterator[Running]:
             raise
         finally:
             reader.join(5.0)
+            assert process.stdout is not None
+            process.stdout.close()
     assert process.returncode == 0, "".join(instance.lines)
 
 
