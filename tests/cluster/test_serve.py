@@ -164,11 +164,11 @@ def test_models_health_and_metrics(baton: Running, client: openai.OpenAI) -> Non
     assert [model.id for model in client.models.list()] == [MODEL]
     assert baton.get("/health").status_code == 200
     assert baton.get("/ready").json()["is_ready"] is True
+    client.chat.completions.create(**ask(CHATS[0]))
     metrics = baton.get("/metrics").text
-    assert (
-        'baton_worker_blocks{role="decode",state="free"' in metrics.replace(", ", ",")
-        or "baton_worker_blocks" in metrics
-    )
+    workers = [line for line in metrics.splitlines() if line.startswith("baton_worker_blocks{")]
+    for role in ("prefill", "decode"):
+        assert any(f'role="{role}"' in line and 'state="free"' in line for line in workers)
     assert "baton_ttft_seconds_count" in metrics
 
 
