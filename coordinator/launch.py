@@ -230,7 +230,8 @@ def _start_ray(run_dir: Path, config: BatonConfig) -> None:
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",
-        _temp_dir=str(run_dir),
+        # NOTE: a folder within, because Ray opens its temp folder to everybody, and HAProxy's program lies beside it.
+        _temp_dir=str(run_dir / "ray"),
     )
     # NOTE: ray.init installs a SIGTERM handler of its own, which would end the process without our way out.
     signal.signal(signal.SIGTERM, _interrupt)
@@ -240,7 +241,7 @@ def _keep_logs(instance: Instance) -> None:
     """Ray's logs would go with the run folder; after a failed start they are all there is to look at."""
     target = cache_dir() / "logs" / f"failed-{instance.claim.port}"
     shutil.rmtree(target, ignore_errors=True)
-    for logs in instance.run_dir.glob("session_2*/logs"):
+    for logs in instance.run_dir.glob("**/session_2*/logs"):
         with contextlib.suppress(OSError, shutil.Error):
             shutil.copytree(logs, target)
             print(f"baton: logs of this start are in {target}", file=sys.stderr)

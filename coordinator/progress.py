@@ -39,7 +39,7 @@ class WorkerLog:
 
     def read(self) -> None:
         """Show the complete lines written since the last time."""
-        for path in sorted(self._run_dir.glob("session_2*/logs/worker-*.err")):
+        for path in sorted(self._run_dir.glob("**/session_2*/logs/worker-*.err")):
             begin = self._read_bytes.get(path, 0)
             try:
                 with path.open("rb") as file:

@@ -76,6 +76,8 @@ def golden_text(case: dict[str, Any], client: openai.OpenAI) -> str:
 
 def test_the_launcher_tells_what_serves(baton: Running) -> None:
     printed = "".join(baton.lines)
+    (run_dir,) = Path("/tmp").glob(f"baton{baton.url.rsplit(':', 1)[1]}-*")
+    assert run_dir.stat().st_mode & 0o077 == 0, "others can read or replace what the instance runs"
     for word in (baton.url, MODEL, "prefill-", "decode-", "curl -N", "Baton is ready after"):
         assert word in printed
 
