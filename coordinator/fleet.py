@@ -28,7 +28,7 @@ class Fleet:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._listed: dict[Role, frozenset[str]] = {"prefill": frozenset(), "decode": frozenset()}
         self._waiters: set[asyncio.Future[None]] = set()
-        self._told: dict[str, tuple[int, Peers]] = {}
+        self._told: dict[str, Peers] = {}
         self._max_total_tokens: int | None = None
 
     def sync(self, role: Role, workers: Iterable[WorkerInfo]) -> None:
@@ -124,9 +124,9 @@ class Fleet:
         for worker_id, link in self._links.items():
             if link.info.role != "prefill" or not link.is_alive:
                 self._told.pop(worker_id, None)
-            elif self._told.get(worker_id) != (link.info.incarnation, peers):
+            elif self._told.get(worker_id) != peers:
                 link.send(peers)
-                self._told[worker_id] = (link.info.incarnation, peers)
+                self._told[worker_id] = peers
 
 
 def _max_total_tokens(info: WorkerInfo) -> int:

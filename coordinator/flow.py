@@ -217,7 +217,7 @@ class Flow:
         return _Run(request, prefill, decode, self._config, self._secret, self._hold, self._observer)
 
     def _retry_after_s(self) -> float:
-        """Coarse and honest: one second per request in the line and per free worker is left to a later policy."""
+        """Grows with the line. A guess: nothing here predicts yet how long its requests will take."""
         return float(min(30, 1 + self._line.num_waiting // 8))
 
 
@@ -242,7 +242,7 @@ class _Run:
         self._hold = hold
         self._observer = observer
         self._inbox: asyncio.Queue[tuple[WorkerLink, Event]] = asyncio.Queue()
-        self._handoff_id = secrets_id() if prefill is not None else ""
+        self._handoff_id = secrets.token_hex(8) if prefill is not None else ""
         self._num_cached = 0
         self._open: dict[WorkerLink, bool] = {}
         self._has_decode_spoken = False
@@ -361,8 +361,3 @@ class _Run:
         if self._open.get(link):
             self._open[link] = False
             link.close(self.request.request_id, cancel=False)
-
-
-def secrets_id() -> str:
-    """An id nobody can guess."""
-    return secrets.token_hex(8)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from contracts.config import BatonConfig, load_config
-from contracts.errors import BatonError
 from contracts.messages import Role
 from contracts.request import Finished, GenerateRequest, SamplingParams, Token
 from coordinator.app import make_phases
@@ -98,6 +97,3 @@ async def local_cluster(
 def greedy(request_id: str, prompt_ids: list[int], max_tokens: int, **sampling: Any) -> GenerateRequest:
     params = SamplingParams(max_tokens=max_tokens, **({"temperature": 0.0} | sampling))
     return GenerateRequest(request_id, tuple(prompt_ids), params)
-
-
-__all__ = ["BatonError", "LocalCluster", "greedy", "local_cluster"]

@@ -13,11 +13,10 @@ on the event loop; what belongs to the engine thread goes there by `StepLoop.sub
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from contracts.blocks import prompt_hash
@@ -68,7 +67,6 @@ class _Entry:
     sink: HandoffSink | None = None
     lease: asyncio.TimerHandle | None = None
     is_in_engine: bool = False
-    created_s: float = field(default_factory=time.monotonic)
 
 
 class Desk:
@@ -99,7 +97,7 @@ class Desk:
         try:
             hold = self._grant(request)
         except BatonError as error:
-            reply.send(Ended(request.request_id, error=to_wire(error)))
+            _end(reply, request.request_id, error)
             return
         entry = self._entries[request.request_id] = _Entry(request, reply, hold=hold)
         loop = asyncio.get_running_loop()
@@ -125,8 +123,7 @@ class Desk:
             self._prefill_here(request, entry, reply)
             return
         if entry is not None:
-            error = RequestError(f"request {request.request_id} is here already")
-            reply.send(Ended(request.request_id, error=to_wire(error)))
+            _end(reply, request.request_id, RequestError(f"request {request.request_id} is here already"))
             return
         seq = Sequence(request)
         entry = _Entry(request, reply, is_in_engine=True)
@@ -151,7 +148,8 @@ class Desk:
         if entry.hold is not None and not entry.is_in_engine:
             self._pool.release(entry.hold)
         elif entry.sink is not None:
-            self._cancel_outgoing(request_id, entry.sink)
+            sink = entry.sink
+            self._engine.submit(lambda: self._abort_in_engine(request_id, sink))
         elif entry.is_in_engine:
             self._engine.submit(lambda: self._cancel_in_engine(request_id))
 
@@ -163,7 +161,7 @@ class Desk:
     def end_all(self, error: BatonError) -> None:
         """Give every request its terminal event. For a worker that stops."""
         for request_id, entry in list(self._entries.items()):
-            entry.reply.send(Ended(request_id, error=to_wire(error)))
+            _end(entry.reply, request_id, error)
             self.cancel(request_id)
 
     async def hold(self, request_id: str, timeout_s: float) -> None:
@@ -188,28 +186,25 @@ class Desk:
 
     def deliver(self, events: SequenceOf[Event]) -> None:
         """Events of one engine step: one Tokens frame per coordinator, then the ends."""
-        batches: defaultdict[int, list[TokenItem]] = defaultdict(list)
-        replies: dict[int, Reply] = {}
+        batches: defaultdict[Reply, list[TokenItem]] = defaultdict(list)
         ends: list[EndEvent] = []
         for event in events:
             entry = self._entries.get(event.request_id)
             if entry is None:
                 continue  # cancelled while the step ran
             if isinstance(event, TokenEvent):
-                replies[id(entry.reply)] = entry.reply
-                batches[id(entry.reply)].append(TokenItem(event.request_id, event.token))
+                batches[entry.reply].append(TokenItem(event.request_id, event.token))
             else:
                 ends.append(event)
-        for key, items in batches.items():
-            _try_send(replies[key], Tokens(tuple(items)))
+        for reply, items in batches.items():
+            _try_send(reply, Tokens(tuple(items)))
         for end in ends:
             self._finish(end)
 
     def _finish(self, end: EndEvent) -> None:
-        entry = self._entries.get(end.request_id)
+        entry = self._forget(end.request_id)
         if entry is None:
             return
-        self._forget(end.request_id)
         error = to_wire(end.error) if end.error is not None else None
         _try_send(entry.reply, Ended(end.request_id, finished=end.finished, error=error))
 
@@ -241,7 +236,7 @@ class Desk:
             _try_send(entry.reply, done)
         else:
             self.num_handoff_failures += 1
-            _try_send(entry.reply, Ended(request_id, error=to_wire(error)))
+            _end(entry.reply, request_id, error)
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
@@ -259,8 +254,11 @@ class Desk:
 
     def _prefill_here(self, request: GenerateRequest, entry: _Entry | None, reply: Reply) -> None:
         if entry is None or entry.hold is None or entry.is_in_engine:
-            error = HandoffError(f"request {request.request_id} has no reservation here")
-            reply.send(Ended(request.request_id, error=to_wire(error)))
+            _end(
+                reply,
+                request.request_id,
+                HandoffError(f"request {request.request_id} has no reservation here"),
+            )
             return
         hold = entry.hold
         self._enter_engine(entry)
@@ -286,13 +284,10 @@ class Desk:
         entry = self._entries.get(request_id)
         if entry is not None:
             self.cancel(request_id)
-            _try_send(entry.reply, Ended(request_id, error=to_wire(error)))
-
-    def _cancel_outgoing(self, request_id: str, sink: HandoffSink) -> None:
-        """NOTE: the blocks may be read until the sink is done; its on_done then releases them (`handed_off`)."""
-        self._engine.submit(lambda: self._abort_in_engine(request_id, sink))
+            _end(entry.reply, request_id, error)
 
     def _abort_in_engine(self, request_id: str, sink: HandoffSink) -> None:
+        """NOTE: the blocks may be read until the sink is done; its on_done then releases them (`handed_off`)."""
         self._phases.prefill.cancel(request_id)
         sink.abort(None)
 
@@ -316,6 +311,11 @@ class Desk:
                 future.set_result(None)
         self._on_freed()
         return entry
+
+
+def _end(reply: Reply, request_id: str, error: BatonError) -> None:
+    """Tell the terminal error of a request."""
+    _try_send(reply, Ended(request_id, error=to_wire(error)))
 
 
 def _try_send(reply: Reply, message: Message) -> None:
