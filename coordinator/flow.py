@@ -141,7 +141,7 @@ class Flow:
     async def _attempt(
         self, request: GenerateRequest, deadline: float, avoid: frozenset[str], used: list[str]
     ) -> AsyncGenerator[Token | Finished, None]:
-        async with self._placed(request, deadline, avoid) as run:
+        async with self._placed(request, deadline, avoid, is_resumed=bool(avoid)) as run:
             used.extend(run.worker_ids)
             run.start()
             async with aclosing(run.events(deadline)) as events:
@@ -150,13 +150,13 @@ class Flow:
 
     @asynccontextmanager
     async def _placed(
-        self, request: GenerateRequest, deadline: float, avoid: frozenset[str]
+        self, request: GenerateRequest, deadline: float, avoid: frozenset[str], is_resumed: bool
     ) -> AsyncIterator[_Run]:
         """A run whose blocks decode has reserved. Whatever happens after, leaving ends it on both workers."""
         begun_s = time.monotonic()
         run = await self._try_place(request, deadline, avoid) if self._line.is_empty else None
         if run is None:
-            run = await self._wait_for_place(request, deadline, avoid)
+            run = await self._wait_for_place(request, deadline, avoid, is_resumed)
         self._observer.queued(time.monotonic() - begun_s)
         self._observer.placed("remote" if run.prefill is not None else "local")
         self._num_running += 1
@@ -166,12 +166,18 @@ class Flow:
             self._num_running -= 1
             run.close()
 
-    async def _wait_for_place(self, request: GenerateRequest, deadline: float, avoid: frozenset[str]) -> _Run:
+    async def _wait_for_place(
+        self, request: GenerateRequest, deadline: float, avoid: frozenset[str], is_resumed: bool
+    ) -> _Run:
+        """A stream that was accepted before waits as long as it may live; a newcomer `queue_timeout_s`."""
         limits = self._config.coordinator
-        line_deadline = min(deadline, time.monotonic() + limits.queue_timeout_s)
+        line_deadline = deadline if is_resumed else min(deadline, time.monotonic() + limits.queue_timeout_s)
         retry_after_s = self._retry_after_s()
         try:
-            async with asyncio.timeout(line_deadline - time.monotonic()), self._line.turn(retry_after_s):
+            async with (
+                asyncio.timeout(line_deadline - time.monotonic()),
+                self._line.turn(retry_after_s, is_resumed),
+            ):
                 while True:
                     run = await self._try_place(request, line_deadline, avoid)
                     if run is not None:

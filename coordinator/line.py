@@ -1,7 +1,8 @@
 """The waiting line in front of placement: bounded, first come first served, every wait with a deadline.
 
 A request that finds nobody waiting tries at once; the others wait for their turn. The head of the line tries again
-whenever the fleet changes; its success or departure wakes the next.
+whenever the fleet changes; its success or departure wakes the next. A stream that lost its worker goes before all
+newcomers and is never refused for their number; a newcomer that is trying already just goes on trying beside it.
 """
 
 from __future__ import annotations
@@ -15,41 +16,44 @@ from contracts.errors import OverloadedError
 
 
 class Line:
-    """`max_waiting` requests may wait; one more is refused."""
+    """`max_waiting` newcomers may wait; one more is refused."""
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
+        self._resumed: deque[asyncio.Future[None]] = deque()
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._resumed) + len(self._waiting)
 
     @property
     def is_empty(self) -> bool:
-        return not self._waiting
+        return self.num_waiting == 0
 
     @asynccontextmanager
-    async def turn(self, retry_after_s: float) -> AsyncIterator[None]:
+    async def turn(self, retry_after_s: float, is_resumed: bool = False) -> AsyncIterator[None]:
         """Entered when the caller is the head of the line; leaving wakes the next.
 
-        Raises OverloadedError (with `retry_after_s`) if the line is full.
+        Raises OverloadedError (with `retry_after_s`) if the line is full, for a newcomer only.
         """
-        if len(self._waiting) >= self._max_waiting:
+        line = self._resumed if is_resumed else self._waiting
+        if not is_resumed and len(line) >= self._max_waiting:
             raise OverloadedError(
-                f"the queue is full: {len(self._waiting)} of {self._max_waiting} requests wait",
+                f"the queue is full: {len(line)} of {self._max_waiting} requests wait",
                 retry_after_s=retry_after_s,
             )
         mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(mine)
+        line.append(mine)
         self._wake_head()
         try:
             await mine
             yield
         finally:
-            self._waiting.remove(mine)
+            line.remove(mine)
             self._wake_head()
 
     def _wake_head(self) -> None:
-        if self._waiting and not self._waiting[0].done():
-            self._waiting[0].set_result(None)
+        line = self._resumed or self._waiting
+        if line and not line[0].done():
+            line[0].set_result(None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -352,3 +352,38 @@ async def test_a_silent_worker_is_lost_and_its_requests_are_told() -> None:
     async with scene(*pair(), worker_timeout_s=0.1, max_attempts=1) as s:
         with pytest.raises(WorkerLostError):
             await collect(s, request())
+
+
+async def test_a_stream_that_lost_its_worker_goes_before_a_full_line() -> None:
+    """It was accepted and has tokens out: it is neither refused like a newcomer nor sent to the tail."""
+    async with scene(*pair(), max_queue=1) as s:
+        prefill, decode = s["p1"], s["d1"]
+
+        def reserve(channel: Channel, command: Reserve) -> None:
+            is_newcomer = command.request.request_id.startswith("newcomer")
+            (decode.refuse if is_newcomer else decode.grant)(channel, command)
+
+        def script(channel: Channel, command: Prefill) -> None:
+            request_id, known = command.request.request_id, len(command.request.output_ids)
+            send_tokens(channel, request_id, known)
+            if known == 0:
+                channels.append((channel, request_id))
+                return
+            hand_off(channel, request_id)
+            send_tokens(decode.channels[-1], request_id, *range(known + 1, 4))
+            finish(decode.channels[-1], request_id)
+
+        channels: list[tuple[Channel, str]] = []
+        decode.on_reserve, prefill.on_prefill = reserve, script
+        stream = s.flow.generate(request(), 5.0)
+        got = [await anext(stream)]
+        waiting = asyncio.create_task(collect(s, replace(request(), request_id="newcomer")))
+        async with asyncio.timeout(5):
+            while s.flow.num_waiting == 0:
+                await asyncio.sleep(0)
+        channel, request_id = channels[0]
+        channel.send(Ended(request_id, error=WireError("handoff_failed", "peer lost")))
+        got += [event async for event in stream]
+        assert got == [*expected(4), Finished("length")]
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
