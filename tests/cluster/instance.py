@@ -74,7 +74,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(folder: Path, config: dict[str, Any]) -> Iterator[Running]:
-    """Started and ready; stopped with SIGTERM, which must leave nothing behind."""
+    """Started, ready and its summary printed to the last line; stopped with SIGTERM, which must leave nothing behind."""
     file = folder / "baton.yaml"
     file.write_text(yaml.safe_dump(config))
     port = free_port()
@@ -91,7 +91,7 @@ def running(folder: Path, config: dict[str, Any]) -> Iterator[Running]:
     reader.start()
     try:
         wait_until(
-            lambda: process.poll() is not None or any("Baton is ready" in line for line in instance.lines),
+            lambda: process.poll() is not None or any("stops it." in line for line in instance.lines),
             START_TIMEOUT_S,
             "the instance to start",
         )
