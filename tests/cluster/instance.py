@@ -74,7 +74,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(folder: Path, config: dict[str, Any]) -> Iterator[Running]:
-    """Started, ready and its summary printed to the last line; stopped with SIGTERM, which must leave nothing behind."""
+    """Ready, its summary printed to the last line; stopped with SIGTERM, which must leave nothing behind."""
     file = folder / "baton.yaml"
     file.write_text(yaml.safe_dump(config))
     port = free_port()
