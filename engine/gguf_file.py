@@ -116,7 +116,23 @@ class _Cursor:
 
     def _array(self) -> list[Any]:
         kind, length = self.scalar("I"), self.scalar("Q")
+        if kind == _STRING:
+            return self._strings(length)
         if kind not in _SCALARS:
             return [self._value(kind) for _ in range(length)]
         layout = f"<{length}{_SCALARS[kind]}"
         return list(struct.unpack(layout, self.take(struct.calcsize(layout))))
+
+    def _strings(self, length: int) -> list[Any]:
+        """A vocabulary and its merges are 100,000 strings, so this is `string` without its calls."""
+        buffer, begin, size_of = self._buffer, self.position, struct.Struct("<Q").unpack_from
+        num_bytes, found = len(buffer), []
+        for _ in range(length):
+            (size,) = size_of(buffer, begin)
+            end = begin + 8 + size
+            if end > num_bytes:
+                raise struct.error(f"{size} bytes announced at {begin + 8} but {num_bytes - begin - 8} are left")
+            found.append(buffer[begin + 8 : end].decode("utf-8"))
+            begin = end
+        self.position = begin
+        return found

@@ -41,12 +41,12 @@ class HfSource:
         except (OSError, SafetensorError) as exc:
             raise ConfigError(f"expected a safetensors file but could not read {shard}: {exc}") from exc
 
-    def read(self, name: str) -> Tensor:
-        """The tensor as stored, backed by the mapped file. Raises ConfigError if it is not floating-point."""
+    def read_into(self, name: str, target: Tensor) -> None:
+        """Copy the tensor from the mapped file, converted. Raises ConfigError if it is not floating-point."""
         tensor: Tensor = self._handles[name].get_tensor(name)
         if not tensor.is_floating_point():
             raise ConfigError(f"tensor {name}: expected floating-point weights but got {tensor.dtype}")
-        return tensor
+        target.copy_(tensor)
 
 
 def _with_generation_config(config: dict[str, Any], directory: Path) -> dict[str, Any]:

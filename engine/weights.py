@@ -39,7 +39,7 @@ class TensorSource(Protocol):
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]: ...
 
-    def read(self, name: str) -> Tensor: ...
+    def read_into(self, name: str, target: Tensor) -> None: ...
 
 
 @dataclass(slots=True)
@@ -237,7 +237,7 @@ class _Filler:
         fused = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
         low = 0
         for name, num_rows in zip(names, rows, strict=True):
-            fused[low : low + num_rows].copy_(self._source.read(name))
+            self._source.read_into(name, fused[low : low + num_rows])
             low += num_rows
             self._done += self._num_bytes(self._shapes[name])
             self._progress(self._done, self._total)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import struct
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from safetensors.torch import save_file
 
 from contracts.errors import ConfigError
 from engine.gguf_file import read_gguf
-from engine.weights import LoadedModel, load_model, resolve_dtype
+from engine.weights import LoadedModel, load_model, open_source, resolve_dtype
 from tests.engine.tiny_models import checkpoint_tensors, make_config, make_oracle, write_gguf, write_hf
 
 
@@ -57,6 +58,19 @@ def test_quantized_gguf_is_expanded(tmp_path: Path, quantization: str, tolerance
     close = load_model(write_gguf(tmp_path / "close.gguf", oracle, quantization), torch.float32)
     for left, right in zip(all_tensors(exact), all_tensors(close), strict=True):
         torch.testing.assert_close(left, right, rtol=0, atol=tolerance)
+
+
+def test_expanding_a_tensor_needs_little_memory_beyond_its_place(tmp_path: Path) -> None:
+    config = make_config(vocab_size=1 << 15, hidden_size=96)
+    path = write_gguf(tmp_path / "large.gguf", make_oracle(config), "Q8_0")
+    source = open_source(path)
+    target = torch.empty(source.tensors["model.embed_tokens.weight"])
+    tracemalloc.start()
+    source.read_into("model.embed_tokens.weight", target)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert target.numel() * 4 >= 4 << 20
+    assert peak_bytes < 2 << 20
 
 
 def test_shards_named_by_an_index_are_one_checkpoint(tmp_path: Path) -> None:
