@@ -34,11 +34,16 @@ if "-f" in sys.argv:
     path = sys.argv[sys.argv.index("-f") + 1]
     with open(path) as file:
         text = file.read()
-    with open(path + ".loopback", "w") as file:
-        file.write(re.sub(r"(?m)^(\s*bind )\*?:", r"\g<1>127.0.0.1:", text))
-    os.replace(path + ".loopback", path)
+    text = re.sub(r"(?m)^(\s*bind )\*?:", r"\g<1>127.0.0.1:", text)
+    text = re.sub(r"(?m)^defaults.*$", r"\g<0>\n    timeout http-request HEADER_TIMEOUT_Ss", text)
+    with open(path + ".own", "w") as file:
+        file.write(text)
+    os.replace(path + ".own", path)
 os.execv(sys.argv[1], sys.argv[1:])
 """
+
+HEADER_TIMEOUT_S = 10
+"""For a request's headers to arrive whole; then 408. The body has its own bound in the coordinator."""
 
 _PORTS_PER_INSTANCE = 50
 _NUM_PORT_RANGES = 200
@@ -82,7 +87,7 @@ def serve_environment(instance: Instance) -> dict[str, str]:
 def write_script(run_dir: Path) -> Path:
     """The executable that Serve shall start as HAProxy. Raises FileNotFoundError if there is no HAProxy."""
     script = run_dir / "haproxy.py"
-    script.write_text(_SCRIPT)
+    script.write_text(_SCRIPT.replace("HEADER_TIMEOUT_S", str(HEADER_TIMEOUT_S)))
     launcher = run_dir / "haproxy"
     binary = get_haproxy_binary()
     launcher.write_text(f"#!/bin/sh\nexec '{sys.executable}' -I -S '{script}' '{binary}' \"$@\"\n")

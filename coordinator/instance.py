@@ -17,10 +17,10 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ from contracts.errors import ConfigError
 
 _TERM_TIMEOUT_S = 3.0
 _KILL_TIMEOUT_S = 5.0
+_REMOVE_TIMEOUT_S = 5.0
 _POLL_S = 0.05
 
 # NOTE: HAProxy appends a suffix to a socket path and Serve a node id of 56 characters; a unix socket path ends at 107.
@@ -70,8 +71,8 @@ class Instance:
     def close(self) -> None:
         if self.lock.closed:
             return
-        _remove_leftovers(self.claim)
-        self.path.unlink(missing_ok=True)
+        if _remove_leftovers(self.claim):
+            self.path.unlink(missing_ok=True)
         self.lock.close()
 
 
@@ -91,18 +92,20 @@ def claim_port(host: str, port: int) -> Instance:
         raise PortBusyError(
             f"port {port} already serves a Baton instance{pid}: `make stop PORT={port}` ends it; or choose another PORT"
         )
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+    run_dir = _RUN_ROOT / f"baton{port}-{secrets.token_hex(4)}"
+    claim = Claim(os.getpid(), host, port, str(run_dir), f"http://{shown}:{port}")
     try:
         _check_free(host, port)
-        run_dir = tempfile.mkdtemp(prefix=f"baton{port}-", dir=_RUN_ROOT)
+        # The claim before the folder: whatever exists is known to the next sweep.
+        lock.truncate(0)
+        lock.write(json.dumps({name: getattr(claim, name) for name in Claim.__slots__}))
+        lock.flush()
+        run_dir.mkdir(mode=0o700)
     except BaseException:
         path.unlink(missing_ok=True)
         lock.close()
         raise
-    shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-    claim = Claim(os.getpid(), host, port, run_dir, f"http://{shown}:{port}")
-    lock.truncate(0)
-    lock.write(json.dumps({name: getattr(claim, name) for name in Claim.__slots__}))
-    lock.flush()
     return Instance(claim, path, lock)
 
 
@@ -136,7 +139,8 @@ def sweep() -> list[int]:
                 continue
             claim = _read_claim(path)
             if claim is not None:
-                _remove_leftovers(claim)
+                if not _remove_leftovers(claim):
+                    continue
                 swept.append(claim.port)
             path.unlink(missing_ok=True)
     return swept
@@ -199,14 +203,21 @@ def _check_free(host: str, port: int) -> None:
             raise PortBusyError(f"expected port {port} on {host} to be free but: {error.strerror}") from error
 
 
-def _remove_leftovers(claim: Claim) -> None:
+def _remove_leftovers(claim: Claim) -> bool:
+    """Whether nothing is left. If not, the claim has to stay, so that the next sweep tries again."""
     run_dir = Path(claim.run_dir)
     if not run_dir.name.startswith("baton") or run_dir.parent != _RUN_ROOT:
-        return
+        return True
     # Processes of Ray end by themselves when their raylet is gone; give them the time to.
     _wait_gone(claim.run_dir, _TERM_TIMEOUT_S, lambda pid: None)
     _wait_gone(claim.run_dir, _KILL_TIMEOUT_S, lambda pid: os.kill(pid, signal.SIGKILL))
-    shutil.rmtree(run_dir, ignore_errors=True)
+    deadline = time.monotonic() + _REMOVE_TIMEOUT_S
+    while run_dir.exists():
+        # Again: a process in its last moments may have written a file meanwhile.
+        shutil.rmtree(run_dir, ignore_errors=True)
+        if time.monotonic() > deadline:
+            break
+    return not run_dir.exists()
 
 
 def _wait_gone(run_dir: str, timeout_s: float, act: Callable[[int], None]) -> None:

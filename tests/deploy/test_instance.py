@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,6 +154,32 @@ def test_claim_file_never_names_a_folder_to_remove_elsewhere(tmp_path: Path) -> 
     assert precious.is_dir()
 
 
+def test_what_could_not_be_removed_stays_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = claim_port("127.0.0.1", free_ports(1)[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(instance, "_REMOVE_TIMEOUT_S", 0.0)
+        patched.setattr(shutil, "rmtree", lambda *_, **__: None)
+        held.close()
+    assert held.run_dir.is_dir()
+    assert sweep() == [held.claim.port]
+    assert not held.run_dir.exists()
+
+
+def test_a_file_written_while_the_folder_goes_is_removed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = claim_port("127.0.0.1", free_ports(1)[0])
+    remove, late = shutil.rmtree, held.run_dir / "late"
+
+    def remove_and_lose(path: Path, **options: Any) -> None:
+        remove(path, **options)
+        if not late.parent.exists() and not monkeypatch.setattr(shutil, "rmtree", remove):
+            late.parent.mkdir()
+            late.touch()
+
+    monkeypatch.setattr(shutil, "rmtree", remove_and_lose)
+    held.close()
+    assert not held.run_dir.exists()
+
+
 def test_instances_share_no_file_and_no_port() -> None:
     first, second = (claim_port("127.0.0.1", port) for port in free_ports(2))
     one, two = haproxy.serve_environment(first), haproxy.serve_environment(second)
@@ -184,6 +212,26 @@ def test_haproxy_pages_listen_on_loopback_only(tmp_path: Path) -> None:
     assert done.stdout.split()[0].endswith("/haproxy")
     binds = [line.strip() for line in config.read_text().splitlines() if "bind" in line]
     assert binds == ["bind 127.0.0.1:9101", "bind 0.0.0.0:8000", "bind 127.0.0.1:8404"]
+
+
+def test_headers_that_dribble_in_are_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(haproxy, "HEADER_TIMEOUT_S", 1)
+    script = haproxy.write_script(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        (tmp_path / "haproxy.cfg").write_text(
+            "defaults\n  mode http\n  timeout connect 1s\n  timeout client 60s\n  timeout server 60s\n"
+            f"frontend f\n  bind fd@{listener.fileno()}\n"
+        )
+        command = [script, "-db", "-f", tmp_path / "haproxy.cfg"]
+        proxy = subprocess.Popen(command, pass_fds=[listener.fileno()], stderr=subprocess.DEVNULL)
+        try:
+            with socket.create_connection(listener.getsockname(), timeout=30.0) as client:
+                client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x")
+                answer = client.recv(100)
+        finally:
+            proxy.kill()
+            proxy.wait()
+    assert answer.startswith(b"HTTP/1.1 408")
 
 
 def test_haproxy_ends_with_its_parent(tmp_path: Path) -> None:
