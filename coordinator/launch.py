@@ -151,9 +151,9 @@ def _start(
     given = {key: value for key in ("model", "config") if (value := getattr(args, key))}
     if build is _build_app:
         # The workers would fetch the model themselves; here its progress can be seen.
-        from engine.embedded import resolve_model
+        from engine.embedded import check_model, resolve_model
 
-        resolve_model(args.model or config.model.path, stages)
+        check_model(resolve_model(args.model or config.model.path, stages))
     from coordinator.haproxy import serve_environment
 
     stages("starting Ray")

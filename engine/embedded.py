@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import hashlib
 import importlib
+import json
 import re
 import shutil
 import subprocess
@@ -26,6 +27,8 @@ from pathlib import Path
 
 from contracts.config import cache_dir as baton_cache_dir
 from contracts.errors import ConfigError
+from engine.gguf_file import read_gguf
+from engine.spec import ModelSpec, spec_from_gguf, spec_from_hf
 
 Progress = Callable[[str], None]
 
@@ -82,6 +85,24 @@ def resolve_model(model: str | None, progress: Progress | None = None) -> Path:
     raise ConfigError(
         f"expected a Hugging Face directory, a GGUF file or a hub id org/name but got {model!r}, which does not exist"
     )
+
+
+def check_model(path: Path) -> ModelSpec:
+    """What the model at `path` (from `resolve_model`) says of itself: config.json or the GGUF header, no weights.
+
+    Raises ConfigError naming the file if this engine cannot serve it.
+    """
+    try:
+        if path.is_file():
+            return spec_from_gguf(read_gguf(path))
+        fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(fields, dict):
+            raise ConfigError(f"expected a JSON object in config.json but got {type(fields).__name__}")
+        return spec_from_hf(fields)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: expected a readable config.json but: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from error
 
 
 def _fetch(target: Path, progress: Progress) -> None:

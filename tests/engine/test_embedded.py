@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 import threading
 import zipfile
@@ -13,6 +14,7 @@ import pytest
 
 from contracts.errors import ConfigError
 from engine import embedded
+from tests.engine.tiny_models import make_config
 
 CONTENT = b"GGUF" + bytes(range(256)) * 8
 
@@ -133,3 +135,30 @@ def test_hub_id_without_the_hub_library_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(embedded.importlib, "import_module", absent)
     with pytest.raises(ConfigError, match="pip install huggingface_hub"):
         embedded.resolve_model("some-org/some-model")
+
+
+def test_a_model_is_known_by_its_own_description_before_weights_are_read(
+    embedded_model_path: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(make_config()))
+    assert embedded.check_model(tmp_path).num_layers == make_config()["num_hidden_layers"]
+    assert embedded.check_model(embedded_model_path).max_position == 8192
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (
+            json.dumps({"architectures": ["GPT2LMHeadModel"]}),
+            "unsupported architecture: .* but got .*GPT2LMHeadModel",
+        ),
+        ("{", "expected a readable config.json"),
+        ("[]", "expected a JSON object in config.json but got list"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_refused_by_its_path(
+    content: str, expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=f"^{tmp_path}: {expected}"):
+        embedded.check_model(tmp_path)
