@@ -1,23 +1,30 @@
 """The one configuration tree: frozen, read once at start, unknown keys refused.
 
 Sources, later wins: defaults < YAML file (`CONFIG`) < arguments of `serve run … key=value` / the launcher.
-`python -m contracts.config` prints docs/configuration.md from this file.
+What one field allows stands at the field, what fields allow of each other in `_faults_between`; both are checked here,
+before anything is started. What only a machine or the model's files can tell (is there a GPU, is the model of a known
+family) is checked where they are read. `python -m contracts.config` prints docs/configuration.md from this file.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from contracts.errors import ConfigError
 
+_WILDCARD_HOSTS = ("0.0.0.0", "::", "*")
+_OWN_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")  # Ray counts these under other options
+
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ModelConfig(_Section):
@@ -61,23 +68,28 @@ class EngineConfig(_Section):
     chunk_with_decodes: int = Field(
         64,
         ge=1,
-        description="Prompt tokens computed in one step beside running decodes (local prefill, recompute).",
+        description="Prompt tokens computed in one step beside running decodes (local prefill, recompute); never more than max_chunk_tokens.",
+    )
+    max_prefill_step_s: float = Field(
+        0.5,
+        gt=0,
+        description="Prompt tokens computed in one step are cut to what takes about this long, as measured: a step cannot be interrupted, so a request that ends frees its blocks up to a step later. Seldom reached on a GPU.",
     )
     max_waiting: int = Field(256, ge=1, description="Prompts a worker queues before it refuses.")
     stall_timeout_s: float = Field(
-        30.0, gt=0, description="A step older than this makes the worker unhealthy."
+        30.0,
+        gt=0,
+        description="A worker whose running step is older than this ends its process and is replaced. Time that the process itself was stopped does not count.",
     )
 
 
 class PoolConfig(_Section):
     """One pool: a Serve deployment."""
 
-    num_replicas: int = Field(
-        1, ge=0, description="Workers in the pool. 0 prefill workers: colocated serving."
-    )
+    num_replicas: int = Field(1, ge=0, description="Workers in the pool.")
     num_cpus: float = Field(0.5, ge=0, description="Ray CPUs per worker.")
     num_gpus: float = Field(0.0, ge=0, description="Ray GPUs per worker.")
-    resources: dict[str, float] = Field(
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict,
         description="Custom Ray resources per worker, e.g. {prefill: 1}; pins pools to node types.",
     )
@@ -85,10 +97,30 @@ class PoolConfig(_Section):
         1.0, gt=0, description="How often Serve asks the worker whether it is well."
     )
     health_check_timeout_s: float = Field(
-        10.0, gt=0, description="A worker that does not answer in this time is replaced."
+        10.0,
+        gt=0,
+        description="A worker that does not answer in this time is replaced. Serve replaces after three missed checks, so each gets a third of it.",
     )
     drain_timeout_s: float = Field(
         30.0, ge=0, description="How long a stopping worker may finish its requests."
+    )
+
+
+class PrefillPoolConfig(PoolConfig):
+    """The pool that reads prompts."""
+
+    num_replicas: int = Field(
+        1,
+        ge=0,
+        description="Prefill workers. 0: colocated serving, decode workers read prompts themselves, nothing is handed over.",
+    )
+
+
+class DecodePoolConfig(PoolConfig):
+    """The pool that writes answers."""
+
+    num_replicas: int = Field(
+        1, ge=1, description="Decode workers. There is no serving without one: only they write answers."
     )
 
 
@@ -130,7 +162,9 @@ class CoordinatorConfig(_Section):
         gt=0,
         description="Wait for the first token before the stream's 200 is sent; until then errors have a status.",
     )
-    worker_timeout_s: float = Field(5.0, gt=0, description="A worker silent for this long counts as lost.")
+    worker_timeout_s: float = Field(
+        5.0, gt=0, description="A worker silent for this long counts as lost. Workers speak once a second."
+    )
 
 
 class TransferConfig(_Section):
@@ -138,15 +172,18 @@ class TransferConfig(_Section):
 
     host: str | None = Field(
         None,
-        description="Address workers listen on for coordinators and peers. Empty: the interface that leads out.",
+        description="Address workers listen on and give to coordinators and peers. Empty: the interface that leads out; under `make serve` 127.0.0.1.",
     )
     transport: Literal["auto", "ucx", "tcp", "memory"] = Field(
-        "auto", description="How blocks travel. auto: best that works."
+        "auto",
+        description="How blocks travel. auto: tcp in this version. memory: within one process, so only without prefill workers. ucx: refused in this version, which has no data path for it.",
     )
     slot_bytes: int = Field(1 << 20, ge=4096, description="Size of one staging slot.")
     num_slots: int = Field(16, ge=2, description="Staging slots per worker: bounds what is in flight.")
     lease_s: float = Field(
-        30.0, gt=0, description="How long decode keeps a reservation whose KV has not fully arrived."
+        30.0,
+        gt=0,
+        description="How long decode keeps a reservation that no prefill worker has in its line. From then on it lives as long as their connection, the request's own deadline at most.",
     )
     connect_timeout_s: float = Field(5.0, gt=0, description="Longest connection set-up, self-test included.")
     progress_timeout_s: float = Field(
@@ -162,9 +199,9 @@ class ServerConfig(_Section):
     host: str = Field(
         "127.0.0.1", description="Address to listen on (launcher only; `serve run` has its own options)."
     )
-    port: int = Field(8000, ge=0, le=65535, description="Port to listen on (launcher only).")
+    port: int = Field(8000, ge=1, le=65535, description="Port to listen on (launcher only).")
     admin_key: str | None = Field(
-        None, description="Bearer key for /debug/*. Empty: /debug/* answers on loopback only."
+        None, min_length=1, description="Bearer key for /debug/*. Empty: /debug/* answers on loopback only."
     )
     max_body_bytes: int = Field(4 << 20, ge=1024, description="Largest request body.")
     max_choices: int = Field(128, ge=1, description="Largest n × prompts of one request.")
@@ -175,10 +212,11 @@ class BatonConfig(_Section):
 
     model: ModelConfig = Field(default_factory=ModelConfig, description="What is served.")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="One worker's engine.")
-    prefill: PoolConfig = Field(default_factory=PoolConfig, description="The pool that reads prompts.")
-    decode: PoolConfig = Field(
-        default_factory=lambda: PoolConfig(),
-        description="The pool that writes answers. At least one replica.",
+    prefill: PrefillPoolConfig = Field(
+        default_factory=PrefillPoolConfig, description="The pool that reads prompts."
+    )
+    decode: DecodePoolConfig = Field(
+        default_factory=DecodePoolConfig, description="The pool that writes answers."
     )
     coordinator: CoordinatorConfig = Field(
         default_factory=CoordinatorConfig, description="Admission, placement, deadlines."
@@ -191,41 +229,83 @@ class BatonConfig(_Section):
         """No prefill pool: decode workers read prompts themselves."""
         return self.prefill.num_replicas == 0
 
+    @model_validator(mode="after")
+    def _check_between(self) -> BatonConfig:
+        faults = list(_faults_between(self))
+        if faults:
+            raise ValueError("; ".join(faults))
+        return self
+
+
+def _faults_between(config: BatonConfig) -> Iterator[str]:
+    """What each field allows and all of them together do not. Defaults give way in silence, explicit values never."""
+    engine, transfer = config.engine, config.transfer
+    if transfer.transport == "ucx":
+        yield "transfer.transport: expected auto or tcp but got 'ucx', which has no data path in this version"
+    elif transfer.transport == "memory" and not config.is_colocated:
+        yield (
+            "transfer.transport: expected auto or tcp but got 'memory', which ends at its own process "
+            f"(prefill.num_replicas={config.prefill.num_replicas})"
+        )
+    if transfer.host in _WILDCARD_HOSTS:
+        yield (
+            "transfer.host: expected an address that other workers can connect to, or none, "
+            f"but got {transfer.host!r}"
+        )
+    if engine.num_blocks is not None and config.model.max_len is not None:
+        num_needed = -(-config.model.max_len // engine.block_size)
+        if engine.num_blocks < num_needed:
+            yield (
+                f"engine.num_blocks: expected at least {num_needed} (model.max_len={config.model.max_len} in blocks of "
+                f"{engine.block_size} tokens) but got {engine.num_blocks}"
+            )
+    if (
+        "chunk_with_decodes" in engine.model_fields_set
+        and engine.chunk_with_decodes > engine.max_chunk_tokens
+    ):
+        yield (
+            f"engine.chunk_with_decodes: expected at most engine.max_chunk_tokens={engine.max_chunk_tokens} "
+            f"but got {engine.chunk_with_decodes}"
+        )
+    for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
+        for name in _OWN_RESOURCES:
+            if name in pool.resources:
+                yield f"{role}.resources: expected custom resources but got {name!r}; see {role}.num_cpus, {role}.num_gpus"
+
 
 def load_config(path: str | Path | None = None, overrides: dict[str, Any] | None = None) -> BatonConfig:
     """The tree from a YAML file and dotted overrides (`{"engine.block_size": 32}`).
 
     Raises ConfigError naming the field, what was expected and what came.
     """
-    tree: dict[str, Any] = {}
-    if path:
-        try:
-            tree = yaml.safe_load(Path(path).read_text()) or {}
-        except OSError as error:
-            raise ConfigError(
-                f"CONFIG: expected a readable YAML file but {path}: {error.strerror}"
-            ) from error
-        except yaml.YAMLError as error:
-            raise ConfigError(f"CONFIG: expected YAML but {path}: {error}") from error
-        if not isinstance(tree, dict):
-            raise ConfigError(f"CONFIG: expected a mapping in {path} but got {type(tree).__name__}")
+    tree = _read(Path(path).expanduser()) if path else {}
     for dotted, value in (overrides or {}).items():
         _put(tree, dotted, value)
     try:
-        config = BatonConfig.model_validate(tree)
+        return BatonConfig.model_validate(tree)
     except ValidationError as error:
         lines = [_explain(detail) for detail in error.errors(include_url=False)]
         raise ConfigError("; ".join(lines)) from None
-    if config.decode.num_replicas < 1:
-        raise ConfigError(
-            "decode.num_replicas: expected at least 1 but got 0 (without prefill workers, decode reads prompts itself)"
-        )
-    return config
 
 
 def cache_dir() -> Path:
     """Where models and run files are kept: $BATON_CACHE, else ~/.cache/baton."""
     return Path(os.environ.get("BATON_CACHE") or Path.home() / ".cache" / "baton")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"CONFIG: expected a readable YAML file but {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"CONFIG: expected YAML but {path}: {error}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"CONFIG: expected a mapping in {path} but got {type(tree).__name__}")
+    # A section whose lines are all commented out reads as None.
+    return {name: section for name, section in tree.items() if section is not None}
 
 
 def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
@@ -238,47 +318,54 @@ def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
     tree[leaf] = value
 
 
+# How pydantic's findings are told; their context fills the gap.
+_EXPECTED = {
+    "greater_than_equal": "≥ {ge}",
+    "greater_than": "> {gt}",
+    "less_than_equal": "≤ {le}",
+    "literal_error": "{expected}",
+    "dict_type": "a mapping of names to amounts",
+}
+
+
 def _explain(detail: Any) -> str:
-    where = ".".join(str(part) for part in detail["loc"]) or "config"
-    if detail["type"] == "extra_forbidden":
-        return f"{where}: unknown key"
-    return f"{where}: {detail['msg'].lower()} but got {str(detail['input'])[:80]!r}"
+    where = ".".join(str(part) for part in detail["loc"])
+    kind = detail["type"]
+    if kind == "value_error":
+        return str(detail["ctx"]["error"])
+    if kind == "extra_forbidden":
+        return f"{where}: unknown key{_suggestion(detail['loc'])}"
+    if kind == "model_type" and where:
+        keys = (f"{where}.{key}" for key in _keys()[where])
+        expected = f"a section ({', '.join(keys)})"
+    elif kind in _EXPECTED:
+        bounds = {name: f"{value}".removesuffix(".0") for name, value in detail.get("ctx", {}).items()}
+        expected = _EXPECTED[kind].format(**bounds)
+    else:
+        expected = detail["msg"].removeprefix("Input should be ")
+    return f"{where or 'config'}: expected {expected} but got {repr(detail['input'])[:80]}"
 
 
-def _reference() -> str:
-    lines = [
-        "# Configuration",
-        "",
-        "Generated by `python -m contracts.config` from `contracts/config.py`; a test keeps it in step.",
-        "A YAML file (`make serve CONFIG=file.yaml`, `serve run coordinator.app:build config=file.yaml`) holds any part of it.",
-    ]
-    for name, section in BatonConfig.model_fields.items():
-        cls: Any = section.annotation
-        lines += [
-            "",
-            f"## {name}",
-            "",
-            str(section.description),
-            "",
-            "| key | type | default | meaning |",
-            "|---|---|---|---|",
-        ]
-        for key, item in cls.model_fields.items():
-            kind = (
-                str(item.annotation)
-                .replace("typing.", "")
-                .replace("<class '", "")
-                .replace("'>", "")
-                .replace("|", "or")
-            )
-            default = item.get_default(call_default_factory=True)
-            shown = "" if default is None else default
-            bounds = " ".join(str(bound) for bound in item.metadata)
-            lines.append(
-                f"| `{name}.{key}` | {kind}{' ' + bounds if bounds else ''} | `{shown}` | {item.description} |"
-            )
-    return "\n".join(lines).replace("| `` |", "| – |") + "\n"
+def _suggestion(loc: Sequence[int | str]) -> str:
+    """The known key that was probably meant: of the same section, else of the same name elsewhere."""
+    *parents, leaf = map(str, loc)
+    sections = _keys()
+    siblings = sections.get(parents[0], []) if parents else list(sections)
+    if close := difflib.get_close_matches(leaf, siblings, 1):
+        return f"; did you mean {'.'.join([*parents, close[0]])}?"
+    elsewhere = [(key, name) for name, keys in sections.items() for key in keys]
+    if close := difflib.get_close_matches(leaf, [key for key, _ in elsewhere], 1):
+        return f"; did you mean {' or '.join(f'{name}.{key}' for key, name in elsewhere if key == close[0])}?"
+    return ""
+
+
+def _keys() -> dict[str, list[str]]:
+    """The names of all fields by section."""
+    sections: dict[str, Any] = {name: field.annotation for name, field in BatonConfig.model_fields.items()}
+    return {name: list(section.model_fields) for name, section in sections.items()}
 
 
 if __name__ == "__main__":
-    print(_reference(), end="")
+    from contracts.config_reference import reference
+
+    print(reference(), end="")
