@@ -221,7 +221,9 @@ class AuditReply:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """P -> D: this ticket's KV is coming, from token `start` on. D answers Grant (credits) or Abort."""
+    """P -> D: this ticket's request is here, maybe in line; its KV comes from token `start` on. It ends D's
+    lease: from now on the reservation lives as long as the connection, until Fin or Abort. D may answer Abort.
+    """
 
     ticket: Ticket
     start: int
@@ -306,11 +308,12 @@ class Commit:
 @dataclass(frozen=True, slots=True)
 class Abort:
     """Either side: the handoff is over, without result. After P's Abort or AbortOk, P sends no Data for it
-    any more.
+    any more. `error` None, from P only: the request has ended there, by itself or by its coordinator's word; D
+    lets go and has nothing to tell.
     """
 
     handoff_id: str
-    error: WireError
+    error: WireError | None = None
 
 
 @dataclass(frozen=True, slots=True)

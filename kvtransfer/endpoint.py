@@ -21,10 +21,10 @@ from torch import Tensor
 from contracts.blocks import KvLayout
 from contracts.channel import Channel, ChannelServer
 from contracts.config import TransferConfig
-from contracts.errors import BatonError, ConfigError, HandoffError, WorkerLostError
-from contracts.messages import HandoffState, Hello, PeerStatus, WorkerInfo
+from contracts.errors import ConfigError, HandoffError, WorkerLostError
+from contracts.messages import Hello, PeerStatus, WorkerInfo
 from contracts.ticket import Ticket
-from kvtransfer.incoming import Incoming, Reservation
+from kvtransfer.incoming import Incoming, Outcome, Reservation
 from kvtransfer.memory import MemoryTransport
 from kvtransfer.outgoing import Outgoing, OutgoingResult
 from kvtransfer.pages import Pages
@@ -43,12 +43,12 @@ def choose_transport(name: str, host: str) -> Transport:
         return MemoryTransport()
     if name == "ucx":
         raise ConfigError(
-            "transfer.transport: ucx arrives with the UCX transport, a later version; set it to tcp or auto"
+            "transfer.transport: expected auto, tcp or memory but got 'ucx', which has no data path in this version"
         )
     if name == "auto":
         logger.info("transfer.transport auto: tcp, the only transport between processes in this version")
     elif name != "tcp":
-        raise ConfigError(f"transfer.transport: expected auto, tcp, memory or ucx but got {name!r}")
+        raise ConfigError(f"transfer.transport: expected auto, tcp or memory but got {name!r}")
     return TcpTransport(host)
 
 
@@ -138,19 +138,20 @@ class KvEndpoint:
     def open(
         self,
         ticket: Ticket,
-        block_ids: Sequence[int],
         start: int,
         on_done: Callable[[OutgoingResult], None],
     ) -> Outgoing:
-        """Hand tokens [start, ticket.num_tokens) of the sequence in `block_ids` to the ticket's target.
+        """Hand tokens [start, ticket.num_tokens) of a sequence to the ticket's target, as they become ready.
 
-        `on_done` is called exactly once, later, on the event loop, whatever happens; until then the blocks may be read.
+        Open it when the request is here, before there is anything to send: the target then knows that its reservation
+        is used. `on_done` is called exactly once, later, on the event loop, whatever happens; until then the blocks
+        may be read.
         """
         sender = self._senders.get(ticket.target_id)
         if sender is None:
             lost = WorkerLostError(f"{ticket.target_id} is not among the peers")
-            return Outgoing(ticket, block_ids, start, on_done, lost)
-        return sender.open(ticket, block_ids, start, on_done)
+            return Outgoing(ticket, start, on_done, lost)
+        return sender.open(ticket, start, on_done)
 
     # --- as a receiver ----------------------------------------------------------------------------------------------
 
@@ -164,12 +165,13 @@ class KvEndpoint:
         block_ids: Sequence[int],
         *,
         on_start: Callable[[], object] | None = None,
-        on_done: Callable[[HandoffState | BatonError], object],
+        on_done: Callable[[Outcome], object],
     ) -> Incoming:
         """Let the genuine ticket of this handoff fill tokens [start, num_tokens) of `block_ids`.
 
-        `on_start`: the sender has opened it. `on_done`: once, at the end; not after `Incoming.cancel`. How long to wait
-        for the sender is the caller's decision.
+        `on_start`: the sender has opened it, and has the request; from then on the end of its connection ends this.
+        `on_done`: once, at the end (None: not needed); not after `Incoming.cancel`. How long to wait for `on_start` is
+        the caller's decision.
         """
         size = self._pages.layout.block_size
         assert 0 <= start <= num_tokens <= len(block_ids) * size, (start, num_tokens, len(block_ids))

@@ -1,10 +1,11 @@
 """Decode's end of one handoff: a reservation that a ticket may fill.
 
     EXPECTED ──Open (ticket checked)──► OPEN ──Fin, all tokens here──► READY     on_done(state), Commit
-       │                                 │ └──Abort │ peer lost │ nonsense──► FAILED    on_done(error)
+       │                                 │ ├──Abort(error) │ peer lost │ nonsense──► FAILED    on_done(error)
+       │                                 │ └──Abort(None): the request ended there──► UNNEEDED  on_done(None)
        └────────── cancel() ─────────────┴──────────────────────────────────► CANCELLED  no on_done
 
-    event                         EXPECTED                 OPEN                        READY        FAILED/CANCELLED
+    event                         EXPECTED                 OPEN                        READY        over otherwise
     Open, genuine, matching       OPEN                     same peer: ignored          ignored      Abort
                                                            other peer: Abort
     Open, forged or not matching  Abort, state unchanged   Abort, state unchanged      Abort        Abort
@@ -72,7 +73,12 @@ class IncomingState(enum.Enum):
     OPEN = enum.auto()
     READY = enum.auto()
     FAILED = enum.auto()
+    UNNEEDED = enum.auto()
     CANCELLED = enum.auto()
+
+
+Outcome = HandoffState | BatonError | None
+"""What a reservation comes to: taken over, failed, or not needed, since the request has ended at the sender."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +101,7 @@ class Incoming:
         reservation: Reservation,
         pages: Pages,
         on_start: Callable[[], object] | None,
-        on_done: Callable[[HandoffState | BatonError], object],
+        on_done: Callable[[Outcome], object],
         leave: Callable[[Incoming, BatonError | None], None],
     ) -> None:
         """`leave(incoming, error)` is called once, when it is over; with an error if the peer must be told to stop."""
@@ -180,7 +186,14 @@ class Incoming:
             self._leave(self, error if tell_peer else None)
             self._call_on_done(error)
 
-    def _call_on_done(self, result: HandoffState | BatonError) -> bool:
+    def dismiss(self) -> None:
+        """The sender has ended the request and needs no handoff; it is not told."""
+        if not self.is_over:
+            self.state = IncomingState.UNNEEDED
+            self._leave(self, None)
+            self._call_on_done(None)
+
+    def _call_on_done(self, result: Outcome) -> bool:
         try:
             self._on_done(result)
         except Exception:

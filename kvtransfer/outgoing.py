@@ -136,7 +136,6 @@ class Outgoing:
     def __init__(
         self,
         ticket: Ticket,
-        block_ids: Sequence[int],
         start: int,
         on_done: Callable[[OutgoingResult], None],
         route: Route | BatonError,
@@ -144,7 +143,7 @@ class Outgoing:
         """With an error for a route, `on_done` gets that."""
         self.handoff_id = ticket.handoff_id
         self._ticket = ticket
-        self._block_ids = tuple(block_ids)
+        self._block_ids: Sequence[int] = ()
         self._start = start
         self._on_done = on_done
         self._loop = asyncio.get_running_loop()
@@ -167,16 +166,16 @@ class Outgoing:
 
     # --- the engine's side, any thread ------------------------------------------------------------------------------
 
-    def ready(self, num_tokens: int) -> None:
-        """KV of tokens [0, num_tokens) is computed and stays readable until `on_done`."""
-        self._hop(self._ready, num_tokens)
+    def ready(self, num_tokens: int, block_ids: Sequence[int]) -> None:
+        """KV of tokens [0, num_tokens) is in `block_ids`, which hold the whole sequence and stay so until `on_done`."""
+        self._hop(self._ready, (num_tokens, tuple(block_ids)))
 
     def finish(self, state: HandoffState) -> None:
         """Nothing more comes; pass `state` on with the last chunk's acknowledgement."""
         self._hop(self._finish, state)
 
-    def abort(self, error: BatonError | None) -> None:
-        """Stop at once; the peer is told. `on_done` gets `error` (None: the handoff is just not needed)."""
+    def abort(self, error: BatonError | None = None) -> None:
+        """Stop at once; the peer is told. `on_done` gets `error` (None: not needed, the request has ended here)."""
         self._hop(self._abort, error)
 
     def _hop(self, call: Callable[[_Argument], None], argument: _Argument) -> None:
@@ -220,8 +219,9 @@ class Outgoing:
             self._is_opened = True
             self._advance()
 
-    def _ready(self, num_tokens: int) -> None:
+    def _ready(self, progress: tuple[int, Sequence[int]]) -> None:
         if not self._is_done:
+            num_tokens, self._block_ids = progress
             self._plan.ready(num_tokens)
             self._advance()
 
@@ -236,8 +236,7 @@ class Outgoing:
         if self._is_done:
             return
         if self._is_opened:
-            told = error or HandoffError(f"handoff {self.handoff_id} was cancelled by its sender")
-            self._tell(Abort(self.handoff_id, to_wire(told)))
+            self._tell(Abort(self.handoff_id, to_wire(error) if error is not None else None))
         self._end(error)
 
     def _advance(self) -> None:

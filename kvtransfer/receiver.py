@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from contracts.channel import Channel
 from contracts.config import TransferConfig
-from contracts.errors import BatonError, HandoffError, ProtocolError, WorkerLostError, to_wire
+from contracts.errors import BatonError, HandoffError, ProtocolError, WorkerLostError, from_wire, to_wire
 from contracts.messages import (
     Abort,
     AbortOk,
@@ -24,7 +24,6 @@ from contracts.messages import (
     Data,
     Fin,
     Grant,
-    HandoffState,
     Message,
     Open,
     Ping,
@@ -34,7 +33,7 @@ from contracts.messages import (
     Want,
 )
 from contracts.ticket import is_genuine
-from kvtransfer.incoming import Incoming, IncomingState, Reservation, check_ticket
+from kvtransfer.incoming import Incoming, IncomingState, Outcome, Reservation, check_ticket
 from kvtransfer.pages import Pages, checksum
 from kvtransfer.slots import Arena, Credits, SlotCounts, SlotTable
 from kvtransfer.transport import Link, LinkClosed, Op
@@ -96,7 +95,7 @@ class Receiver:
         self,
         reservation: Reservation,
         on_start: Callable[[], object] | None,
-        on_done: Callable[[HandoffState | BatonError], object],
+        on_done: Callable[[Outcome], object],
     ) -> Incoming:
         """Raises HandoffError if the handoff is expected, or was committed, already; or after `close`."""
         handoff_id = reservation.handoff_id
@@ -212,7 +211,11 @@ class Receiver:
         key = (connection.number, message.handoff_id)
         incoming = self._find(connection, message.handoff_id)
         if incoming is not None:
-            incoming.fail(HandoffError(f"the sender gave up: {message.error.message}"), tell_peer=False)
+            if message.error is None:
+                incoming.dismiss()
+            else:
+                # As the sender tells it: both sides report to the coordinator, and whichever is heard first decides.
+                incoming.fail(from_wire(message.error), tell_peer=False)
         self._slots.release_unused(key)
         connection.aborting.pop(message.handoff_id, None)
         connection.tell(AbortOk(message.handoff_id))

@@ -11,7 +11,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from contracts.channel import Channel, connect, raise_if_refused
 from contracts.config import TransferConfig
@@ -99,7 +99,6 @@ class Sender:
     def open(
         self,
         ticket: Ticket,
-        block_ids: Sequence[int],
         start: int,
         on_done: Callable[[OutgoingResult], None],
     ) -> Outgoing:
@@ -114,8 +113,8 @@ class Sender:
         elif ticket.handoff_id in self._outgoing:
             error = HandoffError(f"handoff {ticket.handoff_id} is under way already")
         if error is not None or self._route is None:
-            return Outgoing(ticket, block_ids, start, on_done, error or WorkerLostError("not connected"))
-        outgoing = Outgoing(ticket, block_ids, start, on_done, self._route)
+            return Outgoing(ticket, start, on_done, error or WorkerLostError("not connected"))
+        outgoing = Outgoing(ticket, start, on_done, self._route)
         self._outgoing[ticket.handoff_id] = outgoing
         return outgoing
 
@@ -213,7 +212,8 @@ class Sender:
                     outgoing.committed()
             case Abort(handoff_id, error):
                 if (outgoing := self._outgoing.get(handoff_id)) is not None:
-                    outgoing.fail(from_wire(error))
+                    given_up = HandoffError(f"{self.info.worker_id} gave the handoff up")
+                    outgoing.fail(from_wire(error) if error is not None else given_up)
                 channel.send(AbortOk(handoff_id))
             case ProbeDone(_, is_ok):
                 test.probe_done(is_ok)

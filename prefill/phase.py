@@ -19,6 +19,7 @@ is over at once cannot overtake the token or the end.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from contracts.request import Token
 from engine.blocks import BlockPool, Hold, HoldState
 from engine.loop import Budget, Emit, EndEvent, Event, Result, TokenEvent, Work
 from engine.sequence import EndRules, Sequence
+from prefill.pace import ChunkPace
 from worker.phases import KvSink
 
 
@@ -43,7 +45,8 @@ class _Job:
 class PrefillPhase:
     """First come, first served; several short prompts share a step, a long one is computed in chunks.
 
-    All methods on the engine thread. `adopt` takes over local sequences with their first token drawn and emitted.
+    A step takes about `max_prefill_step_s` at the speed measured last, and `max_chunk_tokens` at most. All methods on
+    the engine thread. `adopt` takes over local sequences with their first token drawn and emitted.
     """
 
     name = "prefill"
@@ -55,12 +58,16 @@ class PrefillPhase:
         ends: EndRules,
         emit: Emit,
         adopt: Callable[[Sequence], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
         self._config = config
         self._ends = ends
         self._emit = emit
         self._adopt = adopt
+        self._clock = clock
+        self._pace = ChunkPace(config.max_prefill_step_s)
+        self._pure_since_s: float | None = None  # the running step began then, and nothing else is in it
         self.waiting: OrderedDict[str, _Job] = OrderedDict()
         self.running: dict[str, _Job] = {}
         self.in_handoff: dict[str, _Job] = {}
@@ -132,7 +139,7 @@ class PrefillPhase:
 
     def propose(self, budget: Budget) -> list[Work]:
         """Chunks in order of arrival until the step's share is used up; fewer beside running decodes."""
-        share = self._config.max_chunk_tokens
+        share = min(self._config.max_chunk_tokens, self._pace.num_tokens)
         if budget.num_decodes:
             share = min(share, self._config.chunk_with_decodes)
         left = share = min(share, budget.num_tokens)
@@ -147,9 +154,13 @@ class PrefillPhase:
                 break  # nobody overtakes: a long prompt would starve behind short ones
             left -= self._propose(job, left, works)
         budget.num_tokens -= share - left
+        self._pure_since_s = None if budget.num_decodes else self._clock()
         return works
 
     def take(self, results: list[Result]) -> list[Event]:
+        if self._pure_since_s is not None:
+            num_tokens = sum(result.work.num_tokens for result in results)
+            self._pace.learn(num_tokens, self._clock() - self._pure_since_s)
         return [event for result in results for event in self._advance(result)]
 
     def fail(self, works: list[Work], error: BatonError) -> list[Event]:
@@ -164,7 +175,7 @@ class PrefillPhase:
             else:
                 self._leave(job)
                 self._emit([end])
-                job.sink.abort(error)
+                job.sink.abort()
         return events
 
     # --- helpers ----------------------------------------------------------------------------------------------------
@@ -197,7 +208,7 @@ class PrefillPhase:
         self._pool.move(hold, HoldState.RUNNING)
         self.running[seq.request_id] = job
         if job.sink is not None:
-            job.sink.ready(seq.num_computed)
+            job.sink.ready(seq.num_computed, seq.block_ids)
 
     def _advance(self, result: Result) -> list[Event]:
         seq = result.work.seq
@@ -205,7 +216,7 @@ class PrefillPhase:
         assert seq.hold is not None
         self._pool.publish(seq.hold, seq.token_ids, seq.num_computed)
         if job.sink is not None:
-            job.sink.ready(seq.num_computed)
+            job.sink.ready(seq.num_computed, seq.block_ids)
         if result.token is None:
             return []
         del self.running[seq.request_id]
@@ -226,7 +237,7 @@ class PrefillPhase:
             if finished is None:
                 job.sink.finish(HandoffState(token, seq.num_cached_tokens))
             else:
-                job.sink.abort(None)
+                job.sink.abort()
             return []
         if finished is not None:
             self._release(job)
@@ -246,7 +257,7 @@ class PrefillPhase:
         job.seq.is_ended = True
         self._emit([EndEvent(job.seq.request_id, error=error)])
         if job.sink is not None:
-            job.sink.abort(error)
+            job.sink.abort()
 
     def _release(self, job: _Job) -> None:
         if job.seq.hold is not None:

@@ -1,10 +1,16 @@
 """Every request of one worker, from the first command to the one terminal event.
 
-    decode side    Reserve ──► RESERVED ──(KV of a peer arrives)──► RUNNING ──► Ended
-                                  │└──(Prefill without ticket)──► PREFILLING ──► RUNNING
-                                  └──(lease over, handoff failed)──► Ended(error)
+    decode side    Reserve ──► RESERVED ──(a peer opens the handoff)──► IN_HANDOFF ──(KV is here)──► RUNNING ──► Ended
+                                  │└──(Prefill without ticket)──► PREFILLING ──► RUNNING    │
+                                  └──(lease over)──► Ended(error) ◄──────(handoff failed)───┤
+                                          forgotten, no event ◄───(it ended at the peer)────┘
     prefill side   Prefill ──► PREFILLING ──► HandedOff | Ended
     any            Cancel, or the coordinator's connection ends: forgotten, blocks freed, no event any more
+
+The lease bounds RESERVED alone: how long the coordinator and the prefill worker may take to put the request in line
+there, which opens the handoff. IN_HANDOFF lasts while the prefill worker holds on, however long its line and the
+prompt: it ends the handoff itself, or its connection ends (EOF, silence of `transfer.peer_timeout_s`), or the
+coordinator cancels when the request's own deadline has passed.
 
 An entry owns what its request holds here: blocks, the incoming or outgoing handoff, the lease timer. All methods run
 on the event loop; what belongs to the engine thread goes there by `StepLoop.submit`.
@@ -31,7 +37,6 @@ from contracts.errors import (
 from contracts.messages import (
     Ended,
     HandedOff,
-    HandoffState,
     Message,
     Prefill,
     Reserve,
@@ -44,10 +49,9 @@ from engine.blocks import BlockPool, Hold, HoldState
 from engine.loop import EndEvent, Event, StepLoop, TokenEvent
 from engine.sequence import Sequence
 from kvtransfer.endpoint import KvEndpoint
-from kvtransfer.incoming import Incoming
-from kvtransfer.outgoing import OutgoingResult
+from kvtransfer.incoming import Incoming, Outcome
+from kvtransfer.outgoing import Outgoing, OutgoingResult
 from worker.phases import Phases
-from worker.sink import HandoffSink
 
 NUM_TOMBSTONES = 4096
 
@@ -64,7 +68,7 @@ class _Entry:
     reply: Reply
     hold: Hold | None = None  # decode side, until the engine owns it
     incoming: Incoming | None = None
-    sink: HandoffSink | None = None
+    outgoing: Outgoing | None = None
     lease: asyncio.TimerHandle | None = None
     is_in_engine: bool = False
 
@@ -110,7 +114,7 @@ class Desk:
                 request.num_known_tokens,
                 hold.num_cached_tokens,
                 hold.block_ids,
-                on_start=lambda: self._pool.move(hold, HoldState.IN_HANDOFF),
+                on_start=lambda: self._opened(entry, hold),
                 on_done=lambda result: self._arrived(request.request_id, result),
             )
         reply.send(Reserved(request.request_id, hold.num_cached_tokens))
@@ -127,16 +131,12 @@ class Desk:
             return
         seq = Sequence(request)
         entry = _Entry(request, reply, is_in_engine=True)
-        entry.sink = HandoffSink(
-            self._kv,
-            command.ticket,
-            command.skip_tokens,
-            lambda: seq.block_ids,
-            lambda result: self._handed_off(entry, seq, result),
+        # Now, and not with the first chunk: the target must know that the request is in line here.
+        outgoing = entry.outgoing = self._kv.open(
+            command.ticket, command.skip_tokens, lambda result: self._handed_off(entry, seq, result)
         )
         self._entries[request.request_id] = entry
-        sink = entry.sink
-        self._engine.submit(lambda: self._phases.prefill.add(seq, sink, None))
+        self._engine.submit(lambda: self._phases.prefill.add(seq, outgoing, None))
 
     def cancel(self, request_id: str) -> None:
         """Forget a request in any state; its blocks are free as soon as nothing can touch them."""
@@ -147,9 +147,9 @@ class Desk:
             entry.incoming.cancel(None)
         if entry.hold is not None and not entry.is_in_engine:
             self._pool.release(entry.hold)
-        elif entry.sink is not None:
-            sink = entry.sink
-            self._engine.submit(lambda: self._abort_in_engine(request_id, sink))
+        elif entry.outgoing is not None:
+            outgoing = entry.outgoing
+            self._engine.submit(lambda: self._abort_in_engine(request_id, outgoing))
         elif entry.is_in_engine:
             self._engine.submit(lambda: self._cancel_in_engine(request_id))
 
@@ -208,9 +208,17 @@ class Desk:
         error = to_wire(end.error) if end.error is not None else None
         _try_send(entry.reply, Ended(end.request_id, finished=end.finished, error=error))
 
-    def _arrived(self, request_id: str, result: HandoffState | BatonError) -> None:
+    def _opened(self, entry: _Entry, hold: Hold) -> None:
+        if entry.lease is not None:
+            entry.lease.cancel()
+        self._pool.move(hold, HoldState.IN_HANDOFF)
+
+    def _arrived(self, request_id: str, result: Outcome) -> None:
         entry = self._entries.get(request_id)
         if entry is None or entry.hold is None:
+            return
+        if result is None:
+            self.cancel(request_id)  # the end is the prefill worker's to tell
             return
         if isinstance(result, BatonError):
             self.num_handoff_failures += 1
@@ -277,7 +285,8 @@ class Desk:
     def _expire(self, request_id: str, lease_s: float) -> None:
         self.num_lease_expiries += 1
         self._end_reserved(
-            request_id, LeaseExpiredError(f"KV did not arrive within the lease of {lease_s} s")
+            request_id,
+            LeaseExpiredError(f"no prefill worker had the request within the lease of {lease_s} s"),
         )
 
     def _end_reserved(self, request_id: str, error: BatonError) -> None:
@@ -286,10 +295,10 @@ class Desk:
             self.cancel(request_id)
             _end(entry.reply, request_id, error)
 
-    def _abort_in_engine(self, request_id: str, sink: HandoffSink) -> None:
-        """NOTE: the blocks may be read until the sink is done; its on_done then releases them (`handed_off`)."""
+    def _abort_in_engine(self, request_id: str, outgoing: Outgoing) -> None:
+        """NOTE: the blocks may be read until the handoff is over; its on_done then releases them (`handed_off`)."""
         self._phases.prefill.cancel(request_id)
-        sink.abort(None)
+        outgoing.abort()
 
     def _cancel_in_engine(self, request_id: str) -> None:
         hold = self._phases.prefill.cancel(request_id)

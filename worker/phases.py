@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,20 +16,20 @@ from engine.sequence import EndRules, Sequence
 
 
 class KvSink(Protocol):
-    """Where the KV of one prompt goes. Thread-safe, never blocks.
+    """Where the KV of one prompt goes; kvtransfer.outgoing.Outgoing. Thread-safe, never blocks.
 
     `ready` comes first when the blocks exist (with the tokens already cached, maybe 0) and after every chunk; then
     exactly one of `finish` and `abort`, unless the request is cancelled: then the canceller aborts.
     """
 
-    def ready(self, num_tokens: int) -> None:
-        """KV of tokens [0, num_tokens) is computed and may be read until the handoff is done."""
+    def ready(self, num_tokens: int, block_ids: SequenceOf[int]) -> None:
+        """KV of tokens [0, num_tokens) is in `block_ids`, which may be read until the handoff is done."""
 
     def finish(self, state: HandoffState) -> None:
         """Nothing more comes; pass `state` on."""
 
-    def abort(self, error: BatonError | None) -> None:
-        """No handoff: None because none is needed, else because of `error`. Maybe before any `ready`."""
+    def abort(self) -> None:
+        """No handoff: the request has ended here, and the coordinator hears so from here. Maybe before any `ready`."""
 
 
 class Prefiller(Phase, Protocol):

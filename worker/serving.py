@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
+import os
 import secrets
 import sys
 from typing import TYPE_CHECKING, ClassVar
@@ -14,6 +16,8 @@ from engine.embedded import resolve_model
 
 if TYPE_CHECKING:
     from worker.phases import PhaseFactory
+
+EXIT_STUCK = 70
 
 
 class ServedWorker:
@@ -27,7 +31,7 @@ class ServedWorker:
 
         _log_to_stderr()
         worker_id = f"{self.role}-{secrets.token_hex(3)}"
-        self._worker = Worker(self.role, worker_id, config, secret, phases)
+        self._worker = Worker(self.role, worker_id, config, secret, phases, end_process)
         path = await asyncio.to_thread(resolve_model, config.model.path)
         await self._worker.start(path, config.transfer.host or "")
 
@@ -46,6 +50,16 @@ class ServedWorker:
     async def __del__(self) -> None:
         """Serve calls this after the drain."""
         await self._worker.close()
+
+
+def end_process(reason: str) -> None:
+    """Leave at once, with all threads' stacks on stderr: Ray and every peer notice a dead process without delay.
+
+    NOTE: no logging and no clean-up here: whatever is stuck may hold their locks. Requests go on elsewhere.
+    """
+    os.write(2, f"worker process {os.getpid()} ends itself: {reason}\n".encode())
+    faulthandler.dump_traceback(file=2)
+    os._exit(EXIT_STUCK)
 
 
 def _log_to_stderr() -> None:

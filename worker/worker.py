@@ -5,7 +5,8 @@
 
 The engine thread steps; the event loop does everything else and never waits for a step. Readiness is judged from what
 was proved: a step ran at warm-up, the engine thread gave a sign of life lately, and (on a prefill worker that has
-peers) the transfer self-test passed with at least one of them.
+peers) the transfer self-test passed with at least one of them. A watchdog tells when the engine thread or the event
+loop is stuck.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from engine.weights import LoadedModel, load_model, resolve_dtype
 from kvtransfer.endpoint import KvEndpoint
 from worker.desk import Desk
 from worker.phases import PhaseFactory, Phases
+from worker.watchdog import AwakeClock, Watchdog
 
 logger = logging.getLogger("baton.worker")
 
@@ -61,8 +63,15 @@ class Worker:
     """A worker process's one object. `start` before anything else, `close` last."""
 
     def __init__(
-        self, role: Role, worker_id: str, config: BatonConfig, secret: bytes, phases: PhaseFactory
+        self,
+        role: Role,
+        worker_id: str,
+        config: BatonConfig,
+        secret: bytes,
+        phases: PhaseFactory,
+        on_stuck: Callable[[str], None] = lambda _reason: None,
     ) -> None:
+        """`on_stuck(reason)` is called once, on a thread of its own, when this worker cannot go on: end the process."""
         self._role = role
         self._worker_id = worker_id
         self._config = config
@@ -73,6 +82,9 @@ class Worker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._info: WorkerInfo | None = None
         self._soon: asyncio.TimerHandle | None = None
+        pool = config.prefill if role == "prefill" else config.decode
+        self._clock = AwakeClock()
+        self._watchdog = Watchdog(self._clock, self._trouble, pool.health_check_timeout_s, on_stuck)
 
     @property
     def info(self) -> WorkerInfo:
@@ -112,6 +124,7 @@ class Worker:
         self._server = ChannelServer(self._hello, self._secret, self._serve)
         port = await self._server.start(host)
         self._engine.start()
+        self._watchdog.start()
         self._spawn(self._beat())
         self._info = WorkerInfo(
             self._worker_id,
@@ -131,11 +144,9 @@ class Worker:
 
     def check_health(self) -> None:
         """Raises EngineError if the engine thread is dead or stuck in a step."""
-        if self._engine.failure is not None:
-            raise EngineError(f"{self._worker_id}: the engine thread ended: {self._engine.failure!r}")
-        age_s = self._engine.step_age_s
-        if age_s > self._config.engine.stall_timeout_s:
-            raise EngineError(f"{self._worker_id}: no sign of life from the engine for {age_s:.1f} s")
+        trouble = self._trouble()
+        if trouble is not None:
+            raise EngineError(f"{self._worker_id}: {trouble}")
 
     async def hold(self, request_id: str) -> None:
         """Returns when the request has ended here; Serve counts the call and drains by it."""
@@ -151,7 +162,17 @@ class Worker:
         await asyncio.gather(*(channel.close() for channel in list(self._channels)))
         await self._server.close()
         await self._kv.close()
+        await asyncio.to_thread(self._watchdog.stop)
         await asyncio.to_thread(self._engine.stop, self._config.engine.stall_timeout_s)
+
+    def _trouble(self) -> str | None:
+        """Why the engine cannot be trusted to go on, or None. Any thread."""
+        if self._engine.failure is not None:
+            return f"the engine thread ended: {self._engine.failure!r}"
+        age_s = self._engine.step_age_s
+        if age_s > self._config.engine.stall_timeout_s:
+            return f"no sign of life from the engine for {age_s:.1f} s"
+        return None
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -180,7 +201,11 @@ class Worker:
         self._phases: Phases = self._make_phases(self._pool, engine, ends, self._emit)
         sampler = Sampler(model.spec.eos_token_ids)
         self._engine = StepLoop(
-            self._runner, sampler, (self._phases.decode, self._phases.prefill), self._emit
+            self._runner,
+            sampler,
+            (self._phases.decode, self._phases.prefill),
+            self._emit,
+            clock=self._clock,
         )
         return model
 
@@ -248,12 +273,11 @@ class Worker:
                 channel.send(status)
 
     def _status(self) -> Status:
-        age_s = self._engine.step_age_s
         return Status(
             self._worker_id,
             self._incarnation,
-            is_ready=self._engine.failure is None and age_s < self._config.engine.stall_timeout_s,
-            step_age_s=age_s,
+            is_ready=self._trouble() is None,
+            step_age_s=self._engine.step_age_s,
             num_running=self._phases.decode.num_running + self._phases.prefill.num_running,
             num_waiting=self._phases.decode.num_waiting + self._phases.prefill.num_waiting,
             audit=self._pool.audit(),

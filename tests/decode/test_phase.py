@@ -325,12 +325,12 @@ class Story:
                 if not self.worker.ends(request_id):
                     self.worker.cancel(request_id)
                     if request_id in self.sinks:
-                        self.sinks[request_id].abort(None)
+                        self.sinks[request_id].abort()
 
     def _settle(self) -> None:
         """Transfers end one step after they were finished or aborted."""
         for request_id, sink in list(self.sinks.items()):
-            if sink.state is not None or sink.aborts:
+            if sink.state is not None or sink.num_aborts:
                 del self.sinks[request_id]
                 self.worker.loop.submit(lambda rid=request_id: self.worker.prefill.handed_off(rid, None))  # type: ignore[misc]
 

@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from contracts.blocks import KvLayout
-from contracts.errors import BatonError, ConfigError, HandoffError, WorkerLostError
+from contracts.errors import (
+    BatonError,
+    ConfigError,
+    EngineError,
+    HandoffError,
+    OverloadedError,
+    WorkerLostError,
+)
 from contracts.messages import HandoffState
 from kvtransfer import outgoing as outgoing_module
 from kvtransfer.incoming import IncomingState
@@ -81,8 +88,8 @@ async def test_chunks_follow_compute_and_an_empty_prompt_needs_none(transport: s
         handoff.expect()
         out = handoff.open(num_ready=20)
         await until(lambda: handoff.arrived == 20)
-        out.ready(10)  # not taken back
-        out.ready(33)  # a block that is not full waits
+        handoff.ready(10)  # not taken back
+        handoff.ready(33)  # a block that is not full waits
         await until(lambda: handoff.arrived == 32)
         out.finish(STATE)
         await check_delivered(handoff)
@@ -145,7 +152,7 @@ async def test_after_cancel_by_the_target_nothing_is_written(transport: str, num
         await until(lambda: incoming.has_started and (num_ready == 0 or handoff.arrived > 0))
         incoming.cancel(WorkerLostError("the client went away"))
         kept = pair.decode.slab.clone()
-        out.ready(100)
+        handoff.ready(100)
         out.finish(STATE)
         error = (await handoff.result()).error
         assert isinstance(error, WorkerLostError)
@@ -158,18 +165,23 @@ async def test_after_cancel_by_the_target_nothing_is_written(transport: str, num
 
 @both
 @pytest.mark.parametrize("num_ready", [0, 20, 100])
-async def test_abort_by_the_source_ends_both_sides_once(transport: str, num_ready: int) -> None:
+@pytest.mark.parametrize("error", [None, OverloadedError("too many wait"), EngineError("step failed")])
+async def test_abort_by_the_source_ends_both_sides_once(
+    transport: str, num_ready: int, error: BatonError | None
+) -> None:
+    """With an error, both hear that one; without, the reservation is not needed and has not failed."""
     async with connected(make_config(transport=transport)) as pair:
         handoff = pair.handoff(100)
         incoming = handoff.expect()
         out = handoff.open(num_ready)
         await until(lambda: incoming.has_started)
-        out.abort(None)
+        out.abort(error)
         out.abort(HandoffError("again"))
         out.finish(STATE)
-        assert (await handoff.result()).error is None
-        assert "gave up" in str(await handoff.outcome())
-        assert incoming.state is IncomingState.FAILED
+        assert (await handoff.result()).error is error
+        outcome = await handoff.outcome()
+        assert (type(outcome), str(outcome)) == (type(error), str(error))
+        assert incoming.state is (IncomingState.UNNEEDED if error is None else IncomingState.FAILED)
 
 
 @both
@@ -326,7 +338,7 @@ async def test_a_mismatched_peer_is_refused_with_both_sides_values(
 
 async def open_without(endpoint_of: Side, ticket_changes: dict[str, Any]) -> BatonError | None:
     done: asyncio.Future[OutgoingResult] = asyncio.get_running_loop().create_future()
-    endpoint_of.endpoint.open(make_ticket(4, **ticket_changes), [0], 0, done.set_result).ready(4)
+    endpoint_of.endpoint.open(make_ticket(4, **ticket_changes), 0, done.set_result).ready(4, [0])
     return (await done).error
 
 
@@ -380,9 +392,9 @@ async def test_close_is_harmless_without_a_start_or_after_one_that_failed() -> N
 def test_the_engine_thread_may_be_a_step_behind_a_closed_loop() -> None:
     async def begin() -> list[Callable[[], None]]:
         side = Side("p", 1, make_config())
-        out = side.endpoint.open(make_ticket(4), [0], 0, lambda _result: None)
+        out = side.endpoint.open(make_ticket(4), 0, lambda _result: None)
         return [
-            lambda: out.ready(4),
+            lambda: out.ready(4, [0]),
             lambda: out.finish(HandoffState(STATE.first_token)),
             lambda: out.abort(None),
         ]

@@ -14,12 +14,11 @@ from torch import Tensor
 from contracts.blocks import KvLayout
 from contracts.channel import Channel, connect
 from contracts.config import TransferConfig
-from contracts.errors import BatonError
 from contracts.messages import HandoffState, Hello, Message, Ping, Pong, WorkerInfo
 from contracts.request import Token
 from contracts.ticket import Ticket, sign
 from kvtransfer.endpoint import KvEndpoint
-from kvtransfer.incoming import Incoming
+from kvtransfer.incoming import Incoming, Outcome
 from kvtransfer.outgoing import Outgoing, OutgoingResult
 from kvtransfer.slots import SlotCounts
 from kvtransfer.tcp import TcpTransport
@@ -113,7 +112,7 @@ class Handoff:
         self.ticket = make_ticket(num_tokens, **changes)
         self.num_tokens, self.start = num_tokens, start
         self.sent: asyncio.Future[OutgoingResult] = loop.create_future()
-        self.received: asyncio.Future[HandoffState | BatonError] = loop.create_future()
+        self.received: asyncio.Future[Outcome] = loop.create_future()
         self.num_starts = 0
         self.outgoing: Outgoing | None = None
 
@@ -126,19 +125,21 @@ class Handoff:
 
     def open(self, num_ready: int | None = None) -> Outgoing:
         """Everything is computed, or `num_ready` tokens are and more may come."""
-        self.outgoing = self.pair.prefill.endpoint.open(
-            self.ticket, self.sources, self.start, self.sent.set_result
-        )
-        self.outgoing.ready(self.num_tokens if num_ready is None else num_ready)
+        self.outgoing = self.pair.prefill.endpoint.open(self.ticket, self.start, self.sent.set_result)
+        self.ready(self.num_tokens if num_ready is None else num_ready)
         if num_ready is None:
             self.outgoing.finish(STATE)
         return self.outgoing
+
+    def ready(self, num_tokens: int) -> None:
+        assert self.outgoing is not None
+        self.outgoing.ready(num_tokens, self.sources)
 
     async def result(self) -> OutgoingResult:
         async with asyncio.timeout(WAIT_S):
             return await asyncio.shield(self.sent)
 
-    async def outcome(self) -> HandoffState | BatonError:
+    async def outcome(self) -> Outcome:
         async with asyncio.timeout(WAIT_S):
             return await asyncio.shield(self.received)
 

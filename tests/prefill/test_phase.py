@@ -83,7 +83,7 @@ def test_a_first_token_that_ends_the_request_needs_no_handoff() -> None:
     worker.start_remote(request, sink)
     worker.run()
     assert worker.finished(request.request_id).reason == "length"
-    assert (sink.state, sink.aborts) == (None, [None])
+    assert (sink.state, sink.num_aborts) == (None, 1)
     assert worker.pool.audit().in_handoff == 3
     worker.prefill.handed_off(request.request_id, None)
     worker.assert_at_rest()
@@ -155,9 +155,8 @@ def test_too_many_waiting_and_too_long_are_refused_at_once() -> None:
     for request in (waiting, refused, too_long):
         worker.prefill.add(worker.sequence(request), sinks[request.request_id], None)
     for request in (refused, too_long):
-        error = worker.error(request.request_id)
-        assert isinstance(error, OverloadedError)
-        assert sinks[request.request_id].aborts == [error]
+        assert isinstance(worker.error(request.request_id), OverloadedError)
+        assert sinks[request.request_id].num_aborts == 1
     assert worker.ends(waiting.request_id) == []
 
 
@@ -169,7 +168,7 @@ def test_a_failed_step_aborts_the_handoff_and_blocks_wait_for_it() -> None:
     worker.run()
     error = worker.error(request.request_id)
     assert isinstance(error, EngineError)
-    assert sink.aborts == [error]
+    assert sink.num_aborts == 1
     assert worker.pool.audit().in_handoff == 3
     worker.prefill.handed_off(request.request_id, error)
     worker.assert_at_rest()
