@@ -68,12 +68,15 @@ class Instance:
     def run_dir(self) -> Path:
         return Path(self.claim.run_dir)
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        """Whether nothing is left; if something is, the claim stays for the next sweep."""
         if self.lock.closed:
-            return
-        if _remove_leftovers(self.claim):
+            return not self.run_dir.exists()
+        is_clean = _remove_leftovers(self.claim)
+        if is_clean:
             self.path.unlink(missing_ok=True)
         self.lock.close()
+        return is_clean
 
 
 def claim_port(host: str, port: int) -> Instance:

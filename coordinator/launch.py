@@ -136,9 +136,7 @@ def _serve(args: argparse.Namespace, config: BatonConfig, build: Build) -> int:
     finally:
         for number in _STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        _shut_down(instance)
-        instance.close()
-        print(f"stopped after {stages.elapsed_s:.1f} s; nothing is left running", flush=True)
+        _give_back(instance)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
@@ -186,6 +184,8 @@ _RAY_ENVIRONMENT = {
     "RAY_enable_metrics_collection": "0",
     # A worker that cannot start will not do so at the second try on the same machine: say why at once.
     "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1",
+    # A worker that does not answer cannot end its requests in good order; it only keeps memory from the next one.
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     # Held calls are many and idle: with these two, each costs the coordinator less.
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
@@ -336,10 +336,20 @@ def _workers(url: str) -> dict[str, list[str]]:
     return found
 
 
+def _give_back(instance: Instance) -> None:
+    begun_s = time.monotonic()
+    has_started = "ray" in sys.modules
+    if has_started:
+        _shut_down(instance)
+    is_clean = instance.close()
+    if not is_clean:
+        print(f"baton: could not remove {instance.run_dir}; the next start tries again", file=sys.stderr)
+    elif has_started:
+        print(f"stopped within {time.monotonic() - begun_s:.1f} s; nothing is left running", flush=True)
+
+
 def _shut_down(instance: Instance) -> None:
     """End Serve and Ray. What still runs when this gives up is ended by Instance.close."""
-    if "ray" not in sys.modules:
-        return
     ender = threading.Thread(target=_end_ray, name="end-ray", daemon=True)
     # Ray reports the end of Serve's controller, which is what was asked for, as a failed task: on stdout.
     with (

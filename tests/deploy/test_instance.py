@@ -77,8 +77,8 @@ def test_claim_gives_a_private_folder_and_gives_it_back() -> None:
     held = claim_port("127.0.0.1", port)
     assert held.run_dir.stat().st_mode & 0o777 == 0o700
     assert held.claim.url == f"http://127.0.0.1:{port}"
-    held.close()
-    held.close()
+    assert held.close()
+    assert held.close()
     assert not held.run_dir.exists()
 
 
@@ -159,7 +159,7 @@ def test_what_could_not_be_removed_stays_known(monkeypatch: pytest.MonkeyPatch) 
     with monkeypatch.context() as patched:
         patched.setattr(instance, "_REMOVE_TIMEOUT_S", 0.0)
         patched.setattr(shutil, "rmtree", lambda *_, **__: None)
-        held.close()
+        assert not held.close()
     assert held.run_dir.is_dir()
     assert sweep() == [held.claim.port]
     assert not held.run_dir.exists()
