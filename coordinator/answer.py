@@ -21,6 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from contracts.config import CoordinatorConfig
 from contracts.errors import BatonError
+from coordinator.drain import Drain
 from coordinator.errors_http import encode_json, error_body, json_response, log_fault
 from coordinator.forms import Envelope, Form, make_form, spread
 from coordinator.job import Job, OutputPlan
@@ -48,14 +49,21 @@ class Answer(Response):
     """A response that generates while it is sent. Raises BatonError only before its first byte."""
 
     def __init__(
-        self, job: Job, text: TextModel, outputs: Outputs, metrics: Metrics, config: CoordinatorConfig
-    ):
+        self,
+        job: Job,
+        text: TextModel,
+        outputs: Outputs,
+        metrics: Metrics,
+        config: CoordinatorConfig,
+        drain: Drain,
+    ) -> None:
         super().__init__()
         self._job = job
         self._text = text
         self._outputs = outputs
         self._metrics = metrics
         self._config = config
+        self._drain = drain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write(message: Message) -> None:
@@ -67,9 +75,11 @@ class Answer(Response):
 
         self._metrics.running(self._job.endpoint, +1)
         try:
-            async with self._outputs:
-                work = self._stream(write) if self._job.params.stream else self._whole(scope, receive, write)
-                await unless_left(work, receive)
+            with self._drain.opened(self._outputs):
+                async with self._outputs:
+                    is_stream = self._job.params.stream
+                    work = self._stream(write) if is_stream else self._whole(scope, receive, write)
+                    await unless_left(work, receive)
         except SlowReaderError:
             self._metrics.error(self._job.endpoint, "slow_reader")
             logger.info("request %s: the client stopped reading", self._job.completion_id)

@@ -29,6 +29,7 @@ from ray.serve.handle import DeploymentHandle
 from contracts.config import BatonConfig, EngineConfig, load_config
 from contracts.messages import Role
 from coordinator.cluster import ClusterBackend
+from coordinator.drain import Drain
 from coordinator.fleet import Fleet
 from coordinator.flow import Flow
 from coordinator.handles import ServePool, worker_options
@@ -102,6 +103,7 @@ class Coordinator:
     ) -> None:
         self._config = config
         self._secret = secret
+        self._drain = Drain()
         self._handles: dict[Role, DeploymentHandle[Any]] = {"decode": decode}
         if prefill is not None:
             self._handles["prefill"] = prefill
@@ -123,17 +125,24 @@ class Coordinator:
             pools[role].hold(replica_id, request_id)
 
         flow = Flow(config, fleet, self._secret, hold, metrics, text.eos_ids)
-        app = make_app(config, text, ClusterBackend(config, fleet, flow), metrics, _sees_clients())
-        app.router.lifespan_context = partial(_lifespan, fleet, list(pools.values()))
+        app = make_app(
+            config, text, ClusterBackend(config, fleet, flow), metrics, _sees_clients(), self._drain
+        )
+        app.router.lifespan_context = partial(_lifespan, fleet, list(pools.values()), self._drain)
         return app
+
+    async def drain(self, timeout_s: float) -> int:
+        """For whoever stops the service (the launcher): see `Drain.drain`."""
+        return await self._drain.drain(timeout_s)
 
 
 @asynccontextmanager
-async def _lifespan(fleet: Fleet, pools: list[ServePool], _app: FastAPI) -> AsyncIterator[None]:
+async def _lifespan(fleet: Fleet, pools: list[ServePool], drain: Drain, _app: FastAPI) -> AsyncIterator[None]:
     """Follow the pools for as long as the replica lives."""
     for pool in pools:
         await pool.start()
     yield
+    await drain.drain(0.0)
     await asyncio.gather(*(pool.close() for pool in pools))
     await fleet.close()
 

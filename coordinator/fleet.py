@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Iterable
+from contextlib import suppress
 
 from contracts.config import BatonConfig
 from contracts.errors import OverloadedError, WorkerLostError
 from contracts.messages import Hello, Peers, Role, WorkerInfo
+from coordinator.drain import SHUTTING_DOWN
 from coordinator.links import WorkerLink
 from coordinator.placement import WorkerView
 
@@ -28,8 +30,11 @@ class Fleet:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._listed: dict[Role, frozenset[str]] = {"prefill": frozenset(), "decode": frozenset()}
         self._waiters: set[asyncio.Future[None]] = set()
+        # What every prefill worker shall know, and who knows it; `_peers` is a new object when membership changes.
+        self._peers = Peers(())
         self._told: dict[str, Peers] = {}
         self._max_total_tokens: int | None = None
+        self._is_closed = False
 
     def sync(self, role: Role, workers: Iterable[WorkerInfo]) -> None:
         """The pool's workers, as Serve lists them now."""
@@ -40,11 +45,18 @@ class Fleet:
         for worker_id, info in listed.items():
             if worker_id not in self._links:
                 link = WorkerLink(
-                    info, self._hello, self._secret, self._config.coordinator.worker_timeout_s, self._changed
+                    info,
+                    self._hello,
+                    self._secret,
+                    self._config.coordinator.worker_timeout_s,
+                    self._link_changed,
                 )
                 self._links[worker_id] = link
                 self._tasks[worker_id] = asyncio.create_task(link.run(), name=f"link-{worker_id}")
-        self._changed()
+        for link in list(self._links.values()):
+            self._drop_if_departed(link)
+        self._renew_peers()
+        self._wake()
 
     def link(self, worker_id: str) -> WorkerLink:
         """Raises WorkerLostError if there is no such worker."""
@@ -79,12 +91,20 @@ class Fleet:
         finally:
             self._waiters.discard(future)
 
+    def check_open(self) -> None:
+        """Raises OverloadedError once the fleet is closed: no worker will ever have room again."""
+        if self._is_closed:
+            raise OverloadedError(SHUTTING_DOWN, retry_after_s=5.0)
+
     async def close(self) -> None:
+        """Leave all workers, which forget what they do for us. Requests still open here end with an error."""
+        self._is_closed = True
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         self._links.clear()
         self._tasks.clear()
+        self._wake()
 
     def _is_open(self, link: WorkerLink, role: Role) -> bool:
         return link.info.role == role and link.info.worker_id in self._listed[role] and link.is_ready
@@ -102,31 +122,47 @@ class Fleet:
             peers=frozenset(peer.worker_id for peer in status.peers if peer.is_ready),
         )
 
-    def _changed(self) -> None:
-        self._drop_departed()
-        self._tell_peers()
+    def _link_changed(self, link: WorkerLink) -> None:
+        """Called for every beat and every ended request, so the work here does not grow with the fleet."""
+        if self._drop_if_departed(link):
+            self._renew_peers()
+        else:
+            self._tell_peers(link)
+        self._wake()
+
+    def _wake(self) -> None:
         for future in self._waiters:
             if not future.done():
                 future.set_result(None)
 
-    def _drop_departed(self) -> None:
-        for worker_id, link in list(self._links.items()):
-            is_listed = worker_id in self._listed[link.info.role]
-            if not is_listed and (link.num_requests == 0 or not link.is_alive):
-                del self._links[worker_id]
-                self._told.pop(worker_id, None)
-                self._tasks.pop(worker_id).cancel()
+    def _drop_if_departed(self, link: WorkerLink) -> bool:
+        worker_id = link.info.worker_id
+        is_listed = worker_id in self._listed[link.info.role]
+        if is_listed or worker_id not in self._links or (link.num_requests and link.is_alive):
+            return False
+        del self._links[worker_id]
+        self._told.pop(worker_id, None)
+        self._tasks.pop(worker_id).cancel()
+        return True
 
-    def _tell_peers(self) -> None:
+    def _renew_peers(self) -> None:
         """Every prefill worker knows all decode workers, so that connections exist before a request needs them."""
         decodes = [link.info for link in self._links.values() if link.info.role == "decode"]
-        peers = Peers(tuple(sorted(decodes, key=lambda info: info.worker_id)))
-        for worker_id, link in self._links.items():
-            if link.info.role != "prefill" or not link.is_alive:
-                self._told.pop(worker_id, None)
-            elif self._told.get(worker_id) != peers:
-                link.send(peers)
-                self._told[worker_id] = peers
+        decodes.sort(key=lambda info: info.worker_id)
+        if tuple(decodes) != self._peers.workers:
+            self._peers = Peers(tuple(decodes))
+        for link in self._links.values():
+            self._tell_peers(link)
+
+    def _tell_peers(self, link: WorkerLink) -> None:
+        if link.info.role != "prefill":
+            return
+        if not link.is_alive:
+            self._told.pop(link.info.worker_id, None)
+        elif self._told.get(link.info.worker_id) is not self._peers:
+            with suppress(WorkerLostError):  # just lost: it is told when it is back
+                link.send(self._peers)
+                self._told[link.info.worker_id] = self._peers
 
 
 def _max_total_tokens(info: WorkerInfo) -> int:

@@ -35,9 +35,9 @@ from contracts.messages import HandedOff, Prefill, Reserve, Reserved, Role
 from contracts.request import Finished, GenerateRequest, Token
 from contracts.ticket import Ticket, sign
 from coordinator.fleet import Fleet
-from coordinator.line import Line
+from coordinator.line import Line, Pace
 from coordinator.links import Event, WorkerLink
-from coordinator.placement import Placement, place
+from coordinator.placement import Demand, Placement, place
 
 logger = logging.getLogger("baton.coordinator")
 
@@ -76,6 +76,7 @@ class Flow:
         self._observer = observer
         self._eos_ids = eos_ids
         self._line = Line(config.coordinator.max_queue)
+        self._pace = Pace()
         self._num_running = 0
 
     @property
@@ -157,12 +158,14 @@ class Flow:
         run = await self._try_place(request, deadline, avoid) if self._line.is_empty else None
         if run is None:
             run = await self._wait_for_place(request, deadline, avoid, is_resumed)
-        self._observer.queued(time.monotonic() - begun_s)
+        placed_s = time.monotonic()
+        self._observer.queued(placed_s - begun_s)
         self._observer.placed("remote" if run.prefill is not None else "local")
         self._num_running += 1
         try:
             yield run
         finally:
+            self._pace.note(time.monotonic() - placed_s, self._num_running)
             self._num_running -= 1
             run.close()
 
@@ -172,11 +175,10 @@ class Flow:
         """A stream that was accepted before waits as long as it may live; a newcomer `queue_timeout_s`."""
         limits = self._config.coordinator
         line_deadline = deadline if is_resumed else min(deadline, time.monotonic() + limits.queue_timeout_s)
-        retry_after_s = self._retry_after_s()
         try:
             async with (
                 asyncio.timeout(line_deadline - time.monotonic()),
-                self._line.turn(retry_after_s, is_resumed),
+                self._line.turn(self._pace.wait_s(self._line.num_waiting), is_resumed),
             ):
                 while True:
                     run = await self._try_place(request, line_deadline, avoid)
@@ -187,18 +189,20 @@ class Flow:
             if time.monotonic() >= deadline:
                 raise DeadlineError("the request's deadline passed before a worker had room") from None
             raise OverloadedError(
-                f"no worker had room within {limits.queue_timeout_s} s", retry_after_s=retry_after_s
+                f"no worker had room within {limits.queue_timeout_s} s",
+                retry_after_s=self._pace.wait_s(self._line.num_waiting),
             ) from None
 
     async def _try_place(
         self, request: GenerateRequest, deadline: float, avoid: frozenset[str]
     ) -> _Run | None:
-        """A reserved run, or None: nobody has room now."""
+        """A reserved run, or None: nobody has room now. Raises OverloadedError if nobody ever will have."""
+        self._fleet.check_open()
         if self._num_running >= self._config.coordinator.max_running:
             return None
+        block_size = self._config.engine.block_size
         placement = place(
-            request.num_known_tokens,
-            self._config.engine.block_size,
+            Demand.of(request.num_known_tokens, request.max_total_tokens, block_size),
             self._fleet.views("prefill"),
             self._fleet.views("decode"),
             avoid,
@@ -221,10 +225,6 @@ class Flow:
         decode = self._fleet.link(placement.decode_id)
         prefill = self._fleet.link(placement.prefill_id) if placement.prefill_id else None
         return _Run(request, prefill, decode, self._config, self._secret, self._hold, self._observer)
-
-    def _retry_after_s(self) -> float:
-        """Grows with the line. A guess: nothing here predicts yet how long its requests will take."""
-        return float(min(30, 1 + self._line.num_waiting // 8))
 
 
 class _Run:

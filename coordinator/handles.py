@@ -42,6 +42,9 @@ PoolKey = tuple[str, str]  # (application name, deployment name)
 
 _PIN = "pin:"
 
+MISSED_CHECKS = 3
+"""Serve replaces a replica after so many failed checks in a row; a constant of Serve, compared with ours in a test."""
+
 
 class Membership:
     """The replica ids of each pool, as this process's routers last heard. Safe to use from any thread."""
@@ -308,7 +311,7 @@ def worker_options(pool: PoolConfig) -> dict[str, Any]:
         "graceful_shutdown_timeout_s": pool.drain_timeout_s,
         "graceful_shutdown_wait_loop_s": 0.1,
         "health_check_period_s": pool.health_check_period_s,
-        "health_check_timeout_s": pool.health_check_timeout_s,
+        "health_check_timeout_s": pool.health_check_timeout_s / MISSED_CHECKS,
         "request_router_config": {"request_router_class": "coordinator.handles:PinnedRouter"},
         # One line per held call says nothing that the request's own log does not.
         "logging_config": {"enable_access_log": False},

@@ -33,6 +33,7 @@ from coordinator.answer import Answer
 from coordinator.backend import Backend
 from coordinator.body import read_json
 from coordinator.debug import audit_json, check_debug_access
+from coordinator.drain import SHUTTING_DOWN, Drain
 from coordinator.errors_http import (
     as_baton_error,
     error_response,
@@ -71,13 +72,14 @@ def make_app(
     backend: Backend,
     metrics: Metrics | None = None,
     sees_clients: bool = True,
+    drain: Drain | None = None,
 ) -> FastAPI:
     """The application. Every response, errors included, carries `x-request-id` and OpenAI's forms.
 
     `sees_clients` False: peers' addresses say nothing about clients (a proxy that hides them stands before
-    this application), so /debug/* needs the admin key.
+    this application), so /debug/* needs the admin key. `drain`: whoever stops the process ends the open requests by it.
     """
-    edge = Edge(config, text, backend, metrics or Metrics(), sees_clients)
+    edge = Edge(config, text, backend, metrics or Metrics(), sees_clients, drain or Drain())
     app = FastAPI(
         title="Baton",
         openapi_url=None,
@@ -112,9 +114,16 @@ class Edge:
     """The routes, with what they share."""
 
     def __init__(
-        self, config: BatonConfig, text: TextModel, backend: Backend, metrics: Metrics, sees_clients: bool
+        self,
+        config: BatonConfig,
+        text: TextModel,
+        backend: Backend,
+        metrics: Metrics,
+        sees_clients: bool,
+        drain: Drain,
     ) -> None:
         self._config = config
+        self._drain = drain
         self._sees_clients = sees_clients
         self._text = text
         self._backend = backend
@@ -124,6 +133,7 @@ class Edge:
         metrics.watch_workers(lambda: backend.readiness().workers)
 
     async def chat(self, request: Request) -> Response:
+        self._drain.check()
         body = await self._body(request)
         params, messages = parse_chat(body), read_messages(body)
         self._check_model(params)
@@ -134,6 +144,7 @@ class Edge:
         return self._answer("chat", params, [prompt])
 
     async def completions(self, request: Request) -> Response:
+        self._drain.check()
         body = await self._body(request)
         params = parse_completion(body)
         limit = self._backend.capacity().max_total_tokens
@@ -170,8 +181,10 @@ class Edge:
             pool.role: {"num_workers": pool.num_workers, "num_ready": pool.num_ready}
             for pool in readiness.pools
         }
-        content = {"is_ready": readiness.is_ready, "reason": readiness.reason, "pools": pools}
-        if readiness.is_ready:
+        is_ready = readiness.is_ready and not self._drain.is_draining
+        reason = SHUTTING_DOWN if self._drain.is_draining else readiness.reason
+        content = {"is_ready": is_ready, "reason": reason, "pools": pools}
+        if is_ready:
             return json_response(content)
         return json_response(content, 503, {"Retry-After": "1"})
 
@@ -208,7 +221,7 @@ class Edge:
             self.metrics.prompt(len(prompt.ids))
         coordinator = self._config.coordinator
         outputs = Outputs(job, self._text, self._backend, self.metrics, coordinator.request_timeout_s)
-        return Answer(job, self._text, outputs, self.metrics, coordinator)
+        return Answer(job, self._text, outputs, self.metrics, coordinator, self._drain)
 
     def _check_model(self, params: Params) -> None:
         """A missing name means the one model there is."""

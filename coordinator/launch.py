@@ -2,7 +2,7 @@
 
     read config ─► claim the port ─► fetch the model ─► Ray ─────┬─► Serve ─► workers ─► /ready ─► wait for a signal
          │ 2             │ 2              │ 2     └► application ┘ 2                │ 1                  │ 0
-         └───────────────┴────────────────┴── exit status ──┴── finally: Serve, Ray, HAProxy, run folder, claim
+         └───────────────┴────────────────┴── exit status ──┴── finally: all given back (coordinator/ending.py)
 
 The application is imported and built on a thread while Ray waits for its own processes to come up.
 
@@ -18,7 +18,6 @@ import importlib
 import json
 import logging
 import os
-import select
 import shutil
 import signal
 import sys
@@ -34,13 +33,12 @@ from typing import Any
 
 from contracts.config import BatonConfig, PoolConfig, cache_dir, load_config
 from contracts.errors import ConfigError
-from coordinator.instance import Instance, claim_port, processes_using, stop
+from coordinator.ending import give_back, wait_lost
+from coordinator.instance import Instance, claim_port, stop
 from coordinator.progress import WorkerLog, reason_of
 
 READY_TIMEOUT_S = 600.0
-SHUTDOWN_TIMEOUT_S = 45.0
-
-_RAY_END_TIMEOUT_S = 2.0  # for what is left to do when the node process is gone
+_STOP_TIMEOUT_S = 45.0  # beyond the drain
 _READY_INTERVAL_S = 0.1
 _HTTP_TIMEOUT_S = 5.0
 _OBJECT_STORE_BYTES = 128 << 20  # Serve's messages are small and KV does not travel through Ray
@@ -74,7 +72,7 @@ def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
         }
         config = load_config(args.config, overrides)
         if args.stop:
-            return _stop(config.server.port)
+            return _stop(config)
         return _serve(args, config, build or _build_app)
     except ConfigError as error:
         print(f"baton: {error}", file=sys.stderr)
@@ -102,9 +100,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _stop(port: int) -> int:
+def _stop(config: BatonConfig) -> int:
+    port = config.server.port
     try:
-        found = stop(port, SHUTDOWN_TIMEOUT_S + 15.0)
+        found = stop(port, config.decode.drain_timeout_s + _STOP_TIMEOUT_S)
     except TimeoutError as error:
         print(f"baton: {error}", file=sys.stderr)
         return 1
@@ -117,14 +116,16 @@ def _serve(args: argparse.Namespace, config: BatonConfig, build: Build) -> int:
     for number in _STOP_SIGNALS:
         signal.signal(number, _interrupt)
     instance = claim_port(config.server.host, config.server.port)
+    drain_s = None
     try:
         _start(instance, args, config, build, stages)
+        drain_s = config.decode.drain_timeout_s
         _summary(instance.claim.url, stages)
-        _wait_lost(instance)
+        wait_lost(instance)
         print("baton: Ray ended unexpectedly", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nstopping", flush=True)
+        print("\nstopping" + _grace(drain_s), flush=True)
         return 0
     except ConfigError:
         raise
@@ -134,9 +135,11 @@ def _serve(args: argparse.Namespace, config: BatonConfig, build: Build) -> int:
         _keep_logs(instance)
         return 1
     finally:
-        for number in _STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-        _give_back(instance)
+        give_back(instance, _STOP_SIGNALS, drain_s)
+
+
+def _grace(drain_s: float | None) -> str:
+    return "" if drain_s is None else f": open requests have {drain_s:g} s; once more ends them now"
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
@@ -334,57 +337,6 @@ def _workers(url: str) -> dict[str, list[str]]:
             for worker in json.loads(body)["workers"]:
                 found.setdefault(worker["role"], []).append(f"{worker['worker_id']} (pid {worker['pid']})")
     return found
-
-
-def _give_back(instance: Instance) -> None:
-    begun_s = time.monotonic()
-    has_started = "ray" in sys.modules
-    if has_started:
-        _shut_down(instance)
-    is_clean = instance.close()
-    if not is_clean:
-        print(f"baton: could not remove {instance.run_dir}; the next start tries again", file=sys.stderr)
-    elif has_started:
-        print(f"stopped within {time.monotonic() - begun_s:.1f} s; nothing is left running", flush=True)
-
-
-def _shut_down(instance: Instance) -> None:
-    """End Serve and Ray. What still runs when this gives up is ended by Instance.close."""
-    ender = threading.Thread(target=_end_ray, name="end-ray", daemon=True)
-    # Ray reports the end of Serve's controller, which is what was asked for, as a failed task: on stdout.
-    with (
-        open(os.devnull, "w") as nowhere,
-        contextlib.redirect_stderr(nowhere),
-        contextlib.redirect_stdout(nowhere),
-    ):
-        ender.start()
-        # NOTE: without its raylet, Serve's shutdown would wait for its whole time-out. A signal to the process group
-        # (a closed terminal) ends Ray and this process at the same time.
-        _wait_lost(instance, SHUTDOWN_TIMEOUT_S)
-        ender.join(_RAY_END_TIMEOUT_S)
-
-
-def _wait_lost(instance: Instance, timeout_s: float | None = None) -> None:
-    """Return when Ray's node process has ended, or after `timeout_s`; at once if there is none."""
-    with contextlib.ExitStack() as stack:
-        nodes = []
-        for pid in processes_using(str(instance.run_dir), program="raylet"):
-            with contextlib.suppress(ProcessLookupError):
-                nodes.append(os.pidfd_open(pid))
-                stack.callback(os.close, nodes[-1])
-        if nodes:
-            select.select(nodes, [], [], timeout_s)
-
-
-def _end_ray() -> None:
-    import ray
-    from ray import serve
-
-    if ray.is_initialized():
-        # Only Serve knows how to drain; if it fails, its processes end with Ray all the same.
-        with contextlib.suppress(Exception):
-            serve.shutdown()
-        ray.shutdown()
 
 
 if __name__ == "__main__":

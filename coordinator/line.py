@@ -8,11 +8,35 @@ newcomers and is never refused for their number; a newcomer that is trying alrea
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import ClassVar
 
 from contracts.errors import OverloadedError
+
+
+class Pace:
+    """How fast places become free, from the last ones that did: what a Retry-After is made of."""
+
+    WINDOW: ClassVar[int] = 64
+    MIN_WAIT_S: ClassVar[int] = 1
+    MAX_WAIT_S: ClassVar[int] = 120  # clients do not obey longer ones
+
+    def __init__(self) -> None:
+        self._gaps_s: deque[float] = deque(maxlen=self.WINDOW)
+
+    def note(self, held_s: float, num_running: int) -> None:
+        """A place was held for `held_s`, one of `num_running`: so many of them are free once every
+        `held_s / num_running` (Little's law).
+        """
+        self._gaps_s.append(held_s / max(num_running, 1))
+
+    def wait_s(self, num_waiting: int) -> int:
+        """Whole seconds until one behind `num_waiting` others should have a place; a second each if nobody knows."""
+        gap_s = sum(self._gaps_s) / len(self._gaps_s) if self._gaps_s else 1.0
+        return min(max(math.ceil((num_waiting + 1) * gap_s), self.MIN_WAIT_S), self.MAX_WAIT_S)
 
 
 class Line:

@@ -38,10 +38,18 @@ MAX_BACKOFF_S = 1.0
 
 
 class WorkerLink:
-    """One worker as this coordinator sees it. `run` is its owner task; `on_change` fires on every state change."""
+    """One worker as this coordinator sees it. `run` is its owner task.
+
+    `on_change(link)` fires whenever its state or load changes.
+    """
 
     def __init__(
-        self, info: WorkerInfo, hello: Hello, secret: bytes, timeout_s: float, on_change: Callable[[], None]
+        self,
+        info: WorkerInfo,
+        hello: Hello,
+        secret: bytes,
+        timeout_s: float,
+        on_change: Callable[[WorkerLink], None],
     ) -> None:
         self.info = info
         self.status: Status | None = None
@@ -52,9 +60,9 @@ class WorkerLink:
         self._channel: Channel | None = None
         self._sinks: dict[str, Callable[[Event], None]] = {}
         self._num_tokens: dict[str, int] = {}
+        self._total_tokens = 0
         self._audits: dict[int, asyncio.Future[AuditReply]] = {}
         self._call_ids = itertools.count(1)
-        self.lost_since_s: float | None = None
 
     @property
     def is_alive(self) -> bool:
@@ -73,7 +81,7 @@ class WorkerLink:
     @property
     def num_tokens(self) -> int:
         """Prompt tokens this coordinator has sent here and not seen the end of."""
-        return sum(self._num_tokens.values())
+        return self._total_tokens
 
     def send(self, message: Message) -> None:
         """Raises WorkerLostError if the worker is not connected."""
@@ -85,18 +93,19 @@ class WorkerLink:
         """Events of `request_id` go to `sink` until `close`. `num_tokens` is the load it brings."""
         self._sinks[request_id] = sink
         self._num_tokens[request_id] = num_tokens
+        self._total_tokens += num_tokens
 
     def close(self, request_id: str, cancel: bool) -> None:
         """Forget the request; with `cancel`, the worker forgets it too."""
         if self._sinks.pop(request_id, None) is None:
             return
-        self._num_tokens.pop(request_id, None)
+        self._total_tokens -= self._num_tokens.pop(request_id)
         if cancel and self._channel is not None:
             try:
                 self._channel.send(Cancel(request_id))
             except WorkerLostError:
                 logger.debug("%s was lost before the cancel of %s", self.info.worker_id, request_id)
-        self._on_change()
+        self._on_change(self)
 
     async def audit(self, timeout_s: float) -> AuditReply:
         """The worker's block audit now. Raises WorkerLostError if it does not answer in time."""
@@ -165,7 +174,7 @@ class WorkerLink:
             case Status():
                 if message.incarnation == self.info.incarnation:
                     self.status = message
-                    self._on_change()
+                    self._on_change(self)
             case AuditReply(call_id):
                 future = self._audits.get(call_id)
                 if future is not None and not future.done():
@@ -186,4 +195,4 @@ class WorkerLink:
         for future in self._audits.values():
             if not future.done():
                 future.set_exception(error)
-        self._on_change()
+        self._on_change(self)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from contracts.errors import DeadlineError, Fault
+from contracts.errors import BatonError, DeadlineError, Fault
 from contracts.request import Finished, GenerateRequest, Token
 from coordinator.backend import Backend
 from coordinator.errors_http import as_baton_error
@@ -161,6 +161,11 @@ class Outputs:
         """For a reader that has shown nothing yet, and so prefers the failure to what came before it."""
         if self._error is not None:
             raise as_baton_error(self._error)
+
+    def fail(self, error: BatonError) -> None:
+        """End the job with `error`, as if the backend had raised it. Ignored once all outputs have ended."""
+        if self._num_open:
+            self._fail(error)
 
     def _put(self, plan: OutputPlan, piece: Piece) -> None:
         if plan in self._waiting:

@@ -1,8 +1,9 @@
 """Where a request goes. Pure: views in, a decision out; no clock, no I/O.
 
-Today's rule, to be deepened by predicted times: decode is the least busy worker that has room for the whole request,
-prefill the one with the fewest prompt tokens ahead that holds a tested connection to it; without such a pair, decode
-reads the prompt itself. Load is counted at dispatch and ties break at random, so a burst spreads.
+Today's rule, to be deepened by predicted times: decode is the least busy worker that has room for the known tokens now
+and could hold the whole request; prefill is the one with the fewest prompt tokens ahead that holds a tested connection
+to it; without such a pair, decode reads the prompt itself. Load is counted at dispatch and ties break at random, so a
+burst spreads.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from contracts.blocks import num_blocks_for
 
@@ -28,6 +30,19 @@ class WorkerView:
 
 
 @dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request takes: `num_blocks` now (known tokens and the next), `max_blocks` if it runs to its limit."""
+
+    num_blocks: int
+    max_blocks: int
+
+    @classmethod
+    def of(cls, num_known: int, max_total: int, block_size: int) -> Self:
+        """From counts of tokens."""
+        return cls(num_blocks_for(num_known + 1, block_size), num_blocks_for(max_total, block_size))
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """`prefill_id` None: the decode worker reads the prompt itself."""
 
@@ -36,24 +51,28 @@ class Placement:
 
 
 def place(
-    num_tokens: int,
-    block_size: int,
+    demand: Demand,
     prefills: Sequence[WorkerView],
     decodes: Sequence[WorkerView],
     avoid: frozenset[str] = frozenset(),
     rng: random.Random | None = None,
 ) -> Placement | None:
-    """The pair for a request of `num_tokens` known tokens, or None: no decode worker has room now.
+    """The pair for a request, or None: no decode worker has room now.
 
     Workers in `avoid` (they failed this request) are taken only if there is nobody else.
     """
     draw = (rng or random).random
-    needed = num_blocks_for(num_tokens + 1, block_size)
-    room = [d for d in decodes if d.num_requests < d.max_num_seqs and d.num_available_blocks >= needed]
+    room = [
+        d
+        for d in decodes
+        if d.num_requests < d.max_num_seqs
+        and d.num_available_blocks >= demand.num_blocks
+        and d.num_blocks >= demand.max_blocks
+    ]
     if not room:
         return None
     decode = min(room, key=lambda d: (d.worker_id in avoid, d.num_requests / d.max_num_seqs, draw()))
-    paired = [p for p in prefills if decode.worker_id in p.peers]
+    paired = [p for p in prefills if decode.worker_id in p.peers and p.num_blocks >= demand.num_blocks]
     if not paired:
         return Placement(decode.worker_id, None)
     prefill = min(paired, key=lambda p: (p.worker_id in avoid, p.num_tokens, draw()))

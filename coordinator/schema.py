@@ -2,7 +2,7 @@
 
 Three kinds of fields:
 
-    known      validated here; null means absent, as every client library assumes
+    known      validated here, true being no 1 and "1" no number; null means absent, as every client assumes
     refused    known to the world, not built, and dropping it would change the answer: UnsupportedError naming
     it anything   accepted and ignored, because real clients send extras (`user`, `metadata`, `store`, …)
 
@@ -35,7 +35,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 class StreamOptions(BaseModel):
     """`include_obfuscation` and unknown keys are ignored."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -44,7 +44,9 @@ class StreamOptions(BaseModel):
 class Params(BaseModel):
     """What both endpoints share. None: the model's or OpenAI's default."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="ignore", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
     model: str | None = Field(None, max_length=512)
     temperature: float | None = Field(None, ge=0, le=2)

@@ -18,13 +18,19 @@ def tokenize(body: dict[str, Any], text: TextModel, max_tokens: int) -> dict[str
 
     Raises RequestError as those endpoints do.
     """
+    wants_texts = body.get("return_token_strs")
+    if not isinstance(wants_texts, bool | None):
+        raise RequestError(
+            f"return_token_strs: expected true or false but got {shown(wants_texts)}",
+            param="return_token_strs",
+        )
     if body.get("messages") is not None:
         ids = chat_prompt(text, read_messages(body), parse_chat(body), max_tokens).ids
     else:
         prompts = read_prompts(body, text.vocab_size, 1, max_tokens)
         ids = completion_prompts(text, prompts, parse_completion(body), max_tokens)[0].ids
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": max_tokens, "tokens": list(ids)}
-    if body.get("return_token_strs"):
+    if wants_texts:
         answer["token_strs"] = [text.token_text(i) for i in ids]
     return answer
 

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.cluster
 DATA = json.loads((Path(__file__).parent.parent / "data" / "smollm2_greedy.json").read_text())
 NUM_TOKENS = 12
 EOS = 2
+DRAIN_S = 5.0
 CHATS = [
     case
     for case in DATA["cases"]
@@ -33,7 +34,11 @@ MODEL = "smollm2-135m-instruct"
 
 @pytest.fixture(scope="module")
 def baton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    config = {"model": {"dtype": "float32"}, "engine": {"max_num_seqs": 16}}
+    config = {
+        "model": {"dtype": "float32"},
+        "engine": {"max_num_seqs": 16},
+        "decode": {"drain_timeout_s": DRAIN_S},
+    }
     with running(tmp_path_factory.mktemp("baton"), config) as instance:
         yield instance
 
@@ -201,3 +206,33 @@ async def test_a_killed_worker_costs_a_pause(
     wait_until(lambda: baton.is_ready() and baton.pid_of(role) != pid, 15.0, f"a new {role} worker")
     assert golden_text(CHATS[0], client) == expected[0]
     wait_until(baton.is_idle, 5.0, "no block to be held")
+
+
+async def test_the_end_of_the_instance_is_told_to_every_stream(baton: Running) -> None:
+    """The last test of this module: it ends the instance that all share."""
+    body = {"model": MODEL, "prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    begun = [asyncio.Event(), asyncio.Event()]
+
+    async def read(index: int) -> list[str]:
+        events = []
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: "):
+                    events.append(line.removeprefix("data: "))
+                    begun[index].set()
+        return events
+
+    async with httpx.AsyncClient(base_url=baton.url, timeout=60.0) as http, asyncio.TaskGroup() as tasks:
+        streams = [tasks.create_task(read(index)) for index in range(2)]
+        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun)), 60.0)
+        baton.process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(wait_until, lambda: not baton.is_ready(), DRAIN_S, "the drain to begin")
+        refused = await http.post("/v1/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+    for stream in streams:
+        *tokens, last, done = stream.result()
+        assert done == "[DONE]"
+        assert "shutting down" in json.loads(last)["error"]["message"]
+        assert tokens
+        assert not any("error" in json.loads(token) for token in tokens)
+    assert await asyncio.to_thread(baton.process.wait, 60.0) == 0

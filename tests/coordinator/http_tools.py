@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from contracts.config import BatonConfig
+from coordinator.drain import Drain
 from coordinator.http import make_app
 from engine.text.tokenizer import TextModel
 from tests.coordinator.fake_backend import FakeBackend, Script
@@ -47,11 +48,12 @@ async def service(
     text: TextModel = TEXT,
     peer: str = "127.0.0.1",
     sees_clients: bool = True,
+    drain: Drain | None = None,
     **backend: Any,
 ) -> AsyncIterator[Service]:
     """Leaves only when no request runs any more: a leak is a failed test."""
     fake = FakeBackend(script, **backend)
-    app = make_app(config or make_config(), text, fake, sees_clients=sees_clients)
+    app = make_app(config or make_config(), text, fake, sees_clients=sees_clients, drain=drain)
     transport = httpx.ASGITransport(app, client=(peer, 5000))
     async with httpx.AsyncClient(transport=transport, base_url="http://baton") as client:
         yield Service(client, fake)

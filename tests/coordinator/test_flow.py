@@ -12,7 +12,7 @@ import pytest
 from contracts.channel import Channel
 from contracts.config import BatonConfig, load_config
 from contracts.errors import DeadlineError, EngineError, OverloadedError, WireError, WorkerLostError
-from contracts.messages import Cancel, Ended, Message, Prefill, Reserve
+from contracts.messages import Cancel, Ended, Message, Peers, Prefill, Reserve, WorkerInfo
 from contracts.request import Finished, GenerateRequest, SamplingParams, Token
 from contracts.ticket import is_genuine
 from coordinator.fleet import Fleet
@@ -322,7 +322,7 @@ async def test_a_full_line_refuses_at_once_with_a_retry_time() -> None:
                 await asyncio.sleep(0)
         with pytest.raises(OverloadedError, match="queue is full") as caught:
             await collect(s, request())
-        assert caught.value.retry_after_s is not None
+        assert caught.value.retry_after_s == 2  # one before it, and nothing is known of the pace yet
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
 
@@ -387,3 +387,79 @@ async def test_a_stream_that_lost_its_worker_goes_before_a_full_line() -> None:
         assert got == [*expected(4), Finished("length")]
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_the_peers_list_is_made_when_a_worker_comes_or_goes_and_not_for_each_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Peers] = []
+
+    def count(workers: tuple[WorkerInfo, ...]) -> Peers:
+        made.append(Peers(workers))
+        return made[-1]
+
+    monkeypatch.setattr("coordinator.fleet.Peers", count)
+    d2 = FakeWorker("decode", "d2")
+    async with scene(*pair()) as s:
+        run_remote(s)
+        before = len(made)
+        for _ in range(3):
+            await collect(s, request())
+        assert len(made) == before
+        decodes = [link.info for link in s.fleet.links() if link.info.role == "decode"]
+        s.fleet.sync("decode", [*decodes, await d2.start()])
+        await s["p1"].wait_for(lambda m: isinstance(m, Peers) and len(m.workers) == 2)
+        s.fleet.sync("decode", decodes)
+        await s["p1"].wait_for(lambda m: m is s["p1"].heard[-1] and m == Peers(tuple(decodes)))
+        assert len(made) == before + 2
+    await d2.kill()
+
+
+async def test_a_prefill_worker_that_comes_back_is_told_its_peers_again() -> None:
+    async with scene(*pair()) as s:
+        heard = s["p1"].heard
+        async with asyncio.timeout(5):
+            while not any(isinstance(m, Peers) for m in heard):
+                await s.fleet.changed(0.01)
+            heard.clear()
+            s["p1"].channels[-1].abort()
+            while not any(isinstance(m, Peers) for m in heard):
+                await s.fleet.changed(0.01)
+        assert heard[0] == Peers((s.fleet.link("d1").info,))
+
+
+async def test_a_decode_worker_that_drains_is_a_peer_until_its_last_request_ends() -> None:
+    async with scene(*pair()) as s:
+        s["p1"].on_prefill = lambda channel, command: send_tokens(channel, command.request.request_id, 0)
+        events = s.flow.generate(request(), 5.0)
+        await anext(events)
+        s.fleet.sync("decode", [])
+        assert s.fleet.views("decode") == []
+        assert s.fleet.link("d1").is_alive
+        await events.aclose()
+        await s["p1"].wait_for(lambda m: m == Peers(()))
+        with pytest.raises(WorkerLostError):
+            s.fleet.link("d1")
+
+
+async def test_a_closed_fleet_ends_every_open_request_at_once() -> None:
+    """One runs, one waits, one comes later: none waits for workers that nobody follows any more."""
+    async with scene(*pair()) as s:
+
+        def reserve(channel: Channel, command: Reserve) -> None:
+            is_first = command.request.request_id.startswith("r.")
+            (s["d1"].grant if is_first else s["d1"].refuse)(channel, command)
+
+        s["d1"].on_reserve = reserve
+        s["p1"].on_prefill = lambda channel, command: send_tokens(channel, command.request.request_id, 0)
+        running = s.flow.generate(request(), 5.0)
+        assert await anext(running) == Token(0, next_token(0))
+        waiting = asyncio.create_task(collect(s, replace(request(), request_id="waiting")))
+        async with asyncio.timeout(5):
+            while s.flow.num_waiting == 0:
+                await asyncio.sleep(0)
+        await s.fleet.close()
+        async with asyncio.timeout(1):
+            for attempt in (anext(running), waiting, collect(s, request())):
+                with pytest.raises(OverloadedError, match="shutting down"):
+                    await attempt

@@ -1,4 +1,8 @@
-"""The Serve adapter against a real local Ray. A dummy worker ends its holds when told so on its port."""
+"""The Serve adapter against a real local Ray. A dummy worker ends its holds when told so on its port.
+
+As under the launcher (tests/conftest.py sets its environment), routers run on the caller's event loop: on the one where
+the first call was made. So all tests here share one loop, as all requests of a coordinator do.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,18 @@ import asyncio
 import os
 import signal
 import warnings
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+import pytest_asyncio
 
 from contracts.blocks import KvLayout
 from contracts.config import PoolConfig
 from contracts.errors import WorkerLostError
 from contracts.messages import Role, WorkerInfo
+from coordinator import launch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Serve's own models use what pydantic has deprecated
@@ -26,6 +32,7 @@ with warnings.catch_warnings():
     from coordinator.handles import HoldCall, Membership, ServePool, worker_options
 
 
+Test = TypeVar("Test", bound=Callable[..., Any])
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=16, dtype="float32")
 
 
@@ -137,12 +144,17 @@ def run_app(name: str, *, num_replicas: int, num_bad_answers: int = 0) -> Deploy
     return serve.run(deployment.bind("decode", num_bad_answers), name=name, route_prefix=None)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def on_a_cluster(test: Test) -> Test:
+    """A test that needs Ray, on the event loop that all of them share."""
+    return pytest.mark.cluster(pytest.mark.asyncio(loop_scope="module")(test))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster() -> AsyncIterator[None]:
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     serve.start(proxy_location="Disabled")
     yield
-    serve.shutdown()
+    await serve.shutdown_async()
     ray.shutdown()
 
 
@@ -154,6 +166,11 @@ def pair(cluster: None) -> DeploymentHandle[Any]:
 async def finished(call: HoldCall) -> None:
     async with asyncio.timeout(10):
         await call.ended()
+
+
+def test_these_tests_run_in_the_launchers_environment() -> None:
+    wanted = {name: value for name, value in launch._RAY_ENVIRONMENT.items() if name.startswith("RAY_SERVE_")}
+    assert wanted.items() <= dict(os.environ).items()
 
 
 def test_listeners_hear_the_current_set_and_then_changes_only() -> None:
@@ -169,7 +186,7 @@ def test_listeners_hear_the_current_set_and_then_changes_only() -> None:
     assert heard == [{"a"}, {"a", "b"}]
 
 
-@pytest.mark.cluster
+@on_a_cluster
 async def test_every_replica_is_described_with_its_own_replica_id(pair: DeploymentHandle[Any]) -> None:
     async with Watched(pair) as watched:
         workers = await watched.until(2)
@@ -178,7 +195,7 @@ async def test_every_replica_is_described_with_its_own_replica_id(pair: Deployme
         assert watched.pool.workers == workers
 
 
-@pytest.mark.cluster
+@on_a_cluster
 async def test_a_hold_stays_on_its_worker_until_the_worker_ends_it(pair: DeploymentHandle[Any]) -> None:
     async with Watched(pair) as watched:
         first, second = await watched.until(2)
@@ -194,7 +211,7 @@ async def test_a_hold_stays_on_its_worker_until_the_worker_ends_it(pair: Deploym
             await finished(calls[1])
 
 
-@pytest.mark.cluster
+@on_a_cluster
 async def test_many_pins_to_a_vanished_replica_fail_and_hold_nobody_up(pair: DeploymentHandle[Any]) -> None:
     async with Watched(pair) as watched:
         workers = await watched.until(2)
@@ -207,7 +224,7 @@ async def test_many_pins_to_a_vanished_replica_fail_and_hold_nobody_up(pair: Dep
             await pair.options(method_name="who", session_id="pin:vanished").remote()
 
 
-@pytest.mark.cluster
+@on_a_cluster
 async def test_a_pinned_call_reaches_its_replica_every_time(pair: DeploymentHandle[Any]) -> None:
     async with Watched(pair) as watched:
         for worker in await watched.until(2):
@@ -216,7 +233,7 @@ async def test_a_pinned_call_reaches_its_replica_every_time(pair: DeploymentHand
             assert set(answers) == {worker.replica_id}
 
 
-@pytest.mark.cluster
+@on_a_cluster
 async def test_release_and_close_cancel_the_call_on_the_worker(pair: DeploymentHandle[Any]) -> None:
     async with Watched(pair) as watched:
         worker, _ = await watched.until(2)
@@ -231,7 +248,7 @@ async def test_release_and_close_cancel_the_call_on_the_worker(pair: DeploymentH
             await line.tell("free", "closed")
 
 
-@pytest.mark.cluster
+@on_a_cluster
 async def test_a_worker_that_cannot_be_described_is_asked_again(cluster: None) -> None:
     async with Watched(run_app("late", num_replicas=1, num_bad_answers=2)) as watched:
         (worker,) = await watched.until(1)
@@ -239,7 +256,7 @@ async def test_a_worker_that_cannot_be_described_is_asked_again(cluster: None) -
     serve.delete("late")
 
 
-@pytest.mark.cluster
+@on_a_cluster
 async def test_a_killed_worker_leaves_the_list_its_holds_end_and_another_comes(
     pair: DeploymentHandle[Any],
 ) -> None:
@@ -254,7 +271,7 @@ async def test_a_killed_worker_leaves_the_list_its_holds_end_and_another_comes(
         assert other in await watched.until(2, without=killed.replica_id)
 
 
-@pytest.mark.cluster
+@on_a_cluster
 async def test_a_draining_worker_leaves_the_list_and_finishes_its_holds(cluster: None) -> None:
     async with Watched(run_app("drained", num_replicas=1)) as watched:
         (old,) = await watched.until(1)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import uvicorn
 
 from contracts.config import BatonConfig
 from contracts.errors import WorkerLostError
+from contracts.request import GenerateRequest, Token
+from coordinator.drain import Drain
 from coordinator.http import make_app
 from tests.coordinator.fake_backend import FakeBackend, Script, reply
 from tests.coordinator.http_tools import MODEL, TEXT, joined, make_config
@@ -25,15 +29,21 @@ SOON_S = 2.0
 
 @asynccontextmanager
 async def server(
-    script: Script | None = None, config: BatonConfig | None = None, **options: Any
+    script: Script | None = None,
+    config: BatonConfig | None = None,
+    drain: Drain | None = None,
+    send_buffer: int | None = None,
+    **options: Any,
 ) -> AsyncIterator[tuple[str, FakeBackend]]:
     """(base url, backend) of a server in this loop.
 
     The socket listens before the server runs: nothing to wait for.
     """
     backend = FakeBackend(script, **options)
-    app = make_app(config or make_config(), TEXT, backend)
+    app = make_app(config or make_config(), TEXT, backend, drain=drain)
     listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # connections inherit it
     settings = uvicorn.Config(
         app, log_level="warning", ws="none", lifespan="off", timeout_graceful_shutdown=1
     )
@@ -50,6 +60,17 @@ async def server(
 
 def async_client(url: str) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
+
+
+def port_of(url: str) -> int:
+    return int(url.split(":")[2].split("/")[0])
+
+
+def raw_post(messages: Any, **fields: Any) -> bytes:
+    """A chat request as bytes, for clients that are no good clients."""
+    body = json.dumps({"messages": messages, **fields}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    return head + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
 async def until_idle(backend: FakeBackend) -> None:
@@ -146,11 +167,8 @@ async def test_tokens_reach_the_client_one_by_one() -> None:
 async def test_a_client_that_leaves_frees_the_backend_at_once(stream: bool, num_tokens: int) -> None:
     forever = asyncio.Event()
     async with server(lambda request: [72] * num_tokens + [forever]) as (url, backend):
-        port = int(url.split(":")[2].split("/")[0])
-        body = json.dumps({"messages": MESSAGES, "stream": stream, "n": 2, "temperature": 1}).encode()
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        _, writer = await asyncio.open_connection("127.0.0.1", port_of(url))
+        writer.write(raw_post(MESSAGES, stream=stream, n=2, temperature=1))
         async with asyncio.timeout(SOON_S):
             await backend.started.wait()
         assert backend.running
@@ -194,7 +212,7 @@ async def test_parallel_streams_do_not_mix() -> None:
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
-async def call(backend: FakeBackend, config: BatonConfig, send: Send) -> None:
+async def call(backend: FakeBackend, config: BatonConfig, send: Send, drain: Drain | None = None) -> None:
     """One streamed chat at the ASGI level, with the test as the network."""
     body = json.dumps({"messages": MESSAGES, "stream": True}).encode()
     messages = [{"type": "http.request", "body": body, "more_body": False}]
@@ -217,7 +235,7 @@ async def call(backend: FakeBackend, config: BatonConfig, send: Send) -> None:
         "client": ("127.0.0.1", 1),
         "server": ("127.0.0.1", 80),
     }
-    await make_app(config, TEXT, backend)(scope, receive, send)  # type: ignore[arg-type]
+    await make_app(config, TEXT, backend, drain=drain)(scope, receive, send)  # type: ignore[arg-type]
 
 
 async def test_a_reader_that_is_stuck_ends_its_request() -> None:
@@ -229,6 +247,43 @@ async def test_a_reader_that_is_stuck_ends_its_request() -> None:
     async with asyncio.timeout(SOON_S):
         await call(backend, make_config(coordinator={"slow_reader_timeout_s": 0.05}), stuck)
     assert len(backend.ended) == 1
+
+
+async def test_a_client_that_stops_reading_is_cut_off_and_its_request_ended() -> None:
+    """On a real connection with small buffers: an endless answer fills them, and then nothing moves any more."""
+
+    async def endless(request: GenerateRequest, deadline_s: float | None) -> AsyncGenerator[Token, None]:
+        backend.running.add(request.request_id)
+        try:
+            for index in count():
+                yield Token(index, 65)
+                await asyncio.sleep(0)
+        finally:
+            backend.running.discard(request.request_id)
+            ended.set()
+
+    ended = asyncio.Event()
+    config = make_config(coordinator={"slow_reader_timeout_s": 0.1})
+    async with server(config=config, send_buffer=4096, max_total_tokens=1 << 30) as (url, backend):
+        backend.generate = endless  # type: ignore[method-assign, assignment]
+        loop = asyncio.get_running_loop()
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            await loop.sock_connect(client, ("127.0.0.1", port_of(url)))
+            await loop.sock_sendall(client, raw_post(MESSAGES, stream=True))
+            async with asyncio.timeout(30):
+                await ended.wait()
+            assert not backend.running
+            received = b""
+            async with asyncio.timeout(SOON_S):
+                while part := await loop.sock_recv(client, 1 << 16):
+                    received += part
+        assert b'"content":"A' in received
+        assert b"[DONE]" not in received
+        metrics = await asyncio.to_thread(httpx.get, f"{url.removesuffix('/v1')}/metrics")
+        assert 'baton_errors_total{code="slow_reader",endpoint="chat"} 1.0' in metrics.text
+        assert 'baton_requests_running{endpoint="chat"} 0.0' in metrics.text
 
 
 async def test_a_slow_reader_gets_larger_pieces_and_loses_none() -> None:

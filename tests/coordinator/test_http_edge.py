@@ -314,3 +314,10 @@ async def test_ids_outside_the_vocabulary_cannot_be_detokenized(tokens: Any) -> 
         response = await s.client.post("/detokenize", json={"tokens": tokens})
         assert (response.status_code, error_of(response)["param"]) == (400, "tokens")
         assert (await s.client.post("/tokenize", json={"messages": []})).status_code == 400
+
+
+@pytest.mark.parametrize("value", [1, "true", [], {}])
+async def test_tokenize_wants_a_flag_where_a_flag_is_meant(value: Any) -> None:
+    async with service() as s:
+        response = await s.client.post("/tokenize", json={"prompt": "hi", "return_token_strs": value})
+        assert (response.status_code, error_of(response)["param"]) == (400, "return_token_strs")

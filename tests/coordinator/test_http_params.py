@@ -57,6 +57,36 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("logprobs", "yes please"),
 ]
 
+# JSON has types: what a lenient reader would turn into a number or a flag is a slip of the client's.
+NUMBERS = [
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+    "n", "min_tokens", "max_tokens",
+]  # fmt: skip
+FLAGS = [
+    "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "return_tokens_as_token_ids", "stream", "echo",
+]  # fmt: skip
+WRONG_TYPE: list[tuple[str, Any]] = [
+    *((field, value) for field in NUMBERS for value in (True, False, "1", [1], {})),
+    *((field, 1.0) for field in ("top_k", "seed", "n", "min_tokens", "max_tokens")),
+    *((field, value) for field in FLAGS for value in (0, 1, 1.0, "true", "", [])),
+    ("model", 1),
+    ("model", True),
+    ("cache_salt", 1),
+    ("stop", 5),
+    ("stop", {"a": 1}),
+    ("stop", [True]),
+    ("stop_token_ids", [True]),
+    ("stop_token_ids", ["1"]),
+    ("stop_token_ids", [1.0]),
+    ("stop_token_ids", 1),
+    ("logit_bias", {"1": True}),
+    ("logit_bias", {"1": "5"}),
+    ("stream_options", True),
+    ("stream_options", {"include_usage": 1}),
+    ("stream_options", {"include_usage": "true"}),
+    ("stream_options", {"include_usage": True, "continuous_usage_stats": 1}),
+]
+
 NOT_BUILT: list[tuple[str, Any]] = [
     ("guided_json", {"type": "object"}),
     ("guided_json", {}),
@@ -88,6 +118,24 @@ async def test_a_value_out_of_range_is_400_and_names_its_field(field: str, value
         assert not s.backend.requests
 
 
+@pytest.mark.parametrize(("field", "value"), WRONG_TYPE)
+async def test_a_value_of_the_wrong_type_is_400_and_names_its_field(field: str, value: Any) -> None:
+    async with service() as s:
+        fields = {"stream": field == "stream_options", field: value}
+        for response in (await s.chat(**fields), await s.complete(**fields)):
+            assert response.status_code == 400, response.text
+            error = error_of(response)
+            assert (error["param"], error["type"]) == (field, "invalid_request_error")
+        assert not s.backend.requests
+
+
+async def test_a_whole_number_may_stand_for_a_decimal_one() -> None:
+    async with service() as s:
+        fields = {"temperature": 1, "top_p": 1, "presence_penalty": 2, "logit_bias": {"1": -100}}
+        for response in (await s.chat(**fields), await s.complete(**fields)):
+            assert response.status_code == 200, response.text
+
+
 @pytest.mark.parametrize(("field", "value"), NOT_BUILT)
 async def test_a_field_that_is_not_built_is_refused_by_name(field: str, value: Any) -> None:
     async with service() as s:
@@ -101,6 +149,16 @@ async def test_a_field_that_is_not_built_is_refused_by_name(field: str, value: A
     [
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": True, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": "3", "logprobs": True}, "top_logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"max_completion_tokens": True}, "max_completion_tokens"),
+        ({"max_completion_tokens": "5"}, "max_completion_tokens"),
+        ({"add_generation_prompt": 1}, "add_generation_prompt"),
+        ({"continue_final_message": 0}, "continue_final_message"),
+        ({"add_special_tokens": "no"}, "add_special_tokens"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"messages": [{"role": "user", "content": True}]}, "messages"),
         ({"max_completion_tokens": 0, "max_tokens": 5}, "max_completion_tokens"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format"),
@@ -141,6 +199,12 @@ async def test_chat_refusals_name_their_field(fields: dict[str, Any], param: str
         ({"prompt": ["a"] * 100, "n": 2}, "n"),
         ({"suffix": " end"}, "suffix"),
         ({"best_of": 2}, "best_of"),
+        ({"best_of": True}, "best_of"),
+        ({"best_of": "1"}, "best_of"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": "1"}, "logprobs"),
+        ({"add_special_tokens": 1}, "add_special_tokens"),
+        ({"prompt": True}, "prompt"),
         ({"logprobs": 21}, "logprobs"),
         ({"echo": True, "logprobs": 1}, "echo"),
     ],
@@ -199,14 +263,47 @@ def test_a_whole_surrogate_pair_is_text() -> None:
         parse_object(b'{"\\ude00":1}')
 
 
-async def test_content_type_must_be_json_in_any_spelling() -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [None, "", "application/json", "Application/JSON; charset=utf-8", "application/problem+json", "text/plain",
+     "application/x-www-form-urlencoded", "application/octet-stream"],
+)  # fmt: skip
+async def test_json_is_read_whatever_a_tool_calls_it(kind: str | None) -> None:
+    """`curl -d` says form data where it means JSON, and many a tool says nothing."""
     body = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
+    headers = {} if kind is None else {"content-type": kind}
     async with service() as s:
-        for kind, status in (("text/plain", 400), ("Application/JSON; charset=utf-8", 200)):
-            response = await s.client.post(
-                "/v1/chat/completions", content=body, headers={"content-type": kind}
-            )
-            assert response.status_code == status
+        response = await s.client.post("/v1/chat/completions", content=body.encode(), headers=headers)
+        assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded"])
+async def test_a_web_page_cannot_ask_without_a_preflight(kind: str) -> None:
+    body = b'{"messages": [{"role": "user", "content": "hi"}]}'
+    async with service() as s:
+        headers = {"content-type": kind, "origin": "https://elsewhere.example"}
+        response = await s.client.post("/v1/chat/completions", content=body, headers=headers)
+        assert response.status_code == 400
+        headers["content-type"] = "application/json"
+        response = await s.client.post("/v1/chat/completions", content=body, headers=headers)
+        assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "kind", ["multipart/form-data; boundary=x", "Multipart/Mixed", "image/png", "application/xml"]
+)
+async def test_what_says_that_it_is_no_json_is_refused_as_such(kind: str) -> None:
+    async with service() as s:
+        response = await s.client.post("/v1/completions", content=b"{}", headers={"content-type": kind})
+        assert response.status_code == 400
+        assert "content-type" in error_of(response)["message"]
+
+
+async def test_form_data_that_is_no_json_is_400() -> None:
+    async with service() as s:
+        response = await s.client.post("/v1/completions", data={"prompt": "hi"})
+        assert response.status_code == 400
+        assert "expected JSON" in error_of(response)["message"]
 
 
 async def test_a_body_over_the_cap_is_413_declared_or_not() -> None:

@@ -1,0 +1,127 @@
+"""How an instance ends: open requests first, then Serve, then Ray, then what is left of them.
+
+    signal ─► drain (at most decode.drain_timeout_s; a second signal: now) ─► Serve ─► Ray ─► run folder, claim
+
+The drain comes before Serve's own shutdown because that one ends HAProxy first, and with it every open stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from coordinator.instance import Instance, processes_using
+
+SHUTDOWN_TIMEOUT_S = 15.0
+"""For Serve and Ray, when the last request has ended."""
+
+_FAREWELL_S = 5.0  # for those who are cut to be told
+_RAY_END_TIMEOUT_S = 2.0  # for what is left to do when the node process is gone
+
+
+def give_back(instance: Instance, signals: Sequence[signal.Signals], drain_s: float | None) -> None:
+    """End all that the instance started. `drain_s`: how long open requests may take; None if none can be open."""
+    begun_s = time.monotonic()
+    has_started = "ray" in sys.modules
+    ender = _Ender(drain_s)
+    for number in signals:
+        signal.signal(number, ender.hurry)
+    if has_started:
+        _shut_down(instance, ender)
+    is_clean = instance.close()
+    if not is_clean:
+        print(f"baton: could not remove {instance.run_dir}; the next start tries again", file=sys.stderr)
+    elif has_started:
+        print(f"stopped within {time.monotonic() - begun_s:.1f} s; nothing is left running", flush=True)
+
+
+def wait_lost(instance: Instance, timeout_s: float | None = None) -> None:
+    """Return when Ray's node process has ended, or after `timeout_s`; at once if there is none."""
+    with contextlib.ExitStack() as stack:
+        nodes = []
+        for pid in processes_using(str(instance.run_dir), program="raylet"):
+            with contextlib.suppress(ProcessLookupError):
+                nodes.append(os.pidfd_open(pid))
+                stack.callback(os.close, nodes[-1])
+        if nodes:
+            select.select(nodes, [], [], timeout_s)
+
+
+def _shut_down(instance: Instance, ender: _Ender) -> None:
+    """What still runs when this gives up is ended by Instance.close."""
+    thread = threading.Thread(target=ender.run, name="end-ray", daemon=True)
+    # Ray reports the end of Serve's controller, which is what was asked for, as a failed task: on stdout.
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stderr(nowhere),
+        contextlib.redirect_stdout(nowhere),
+    ):
+        thread.start()
+        # NOTE: without its raylet, Serve's shutdown would wait for its whole time-out. A signal to the process group
+        # (a closed terminal) ends Ray and this process at the same time.
+        wait_lost(instance, ender.timeout_s)
+        thread.join(_RAY_END_TIMEOUT_S)
+
+
+class _Ender:
+    """Ends Serve and Ray on a thread of its own; `hurry` is a signal handler of the main thread."""
+
+    def __init__(self, drain_s: float | None) -> None:
+        self._drain_s = drain_s
+        self._is_hurried = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._hurried: asyncio.Event | None = None
+
+    @property
+    def timeout_s(self) -> float:
+        return SHUTDOWN_TIMEOUT_S + (0.0 if self._drain_s is None else self._drain_s + _FAREWELL_S)
+
+    def hurry(self, _number: int, _frame: FrameType | None) -> None:
+        """Open requests are told now, not when their time is over."""
+        self._is_hurried.set()
+        if self._loop is not None and self._hurried is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                self._loop.call_soon_threadsafe(self._hurried.set)
+
+    def run(self) -> None:
+        import ray
+
+        if ray.is_initialized():
+            # Only Serve knows how to end its parts; if it fails, its processes end with Ray all the same.
+            with contextlib.suppress(Exception):
+                asyncio.run(self._end_serve())
+            ray.shutdown()
+
+    async def _end_serve(self) -> None:
+        from ray import serve
+
+        if self._drain_s is not None:
+            with contextlib.suppress(Exception):  # a coordinator that does not answer cannot be waited for
+                await self._drain(self._drain_s)
+        # NOTE: in this loop: Serve's handles are bound to the loop of their first call.
+        await serve.shutdown_async()
+
+    async def _drain(self, drain_s: float) -> None:
+        from ray import serve
+
+        self._loop, self._hurried = asyncio.get_running_loop(), asyncio.Event()
+        if self._is_hurried.is_set():
+            drain_s = 0.0
+        handle = serve.get_app_handle("baton")
+        async with asyncio.timeout(drain_s + _FAREWELL_S), asyncio.TaskGroup() as tasks:
+            hurrying = tasks.create_task(self._cut(handle))
+            await handle.broadcast("drain", drain_s).results_async()
+            hurrying.cancel()
+
+    async def _cut(self, handle: object) -> None:
+        assert self._hurried is not None
+        await self._hurried.wait()
+        await handle.broadcast("drain", 0.0).results_async()  # type: ignore[attr-defined]
