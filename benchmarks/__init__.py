@@ -1,0 +1,1 @@
+"""Load generation, metrics and reports; speaks HTTP only, to any OpenAI endpoint."""
