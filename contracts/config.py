@@ -152,7 +152,9 @@ class CoordinatorConfig(_Section):
         3, ge=1, description="Placements tried for one request before its error is shown."
     )
     slow_reader_timeout_s: float = Field(
-        60.0, gt=0, description="A client that takes no byte for this long is cut off."
+        60.0,
+        gt=0,
+        description="A client that takes no byte for this long is cut off. Ray Serve queues a stream before the socket, so there a slow client is seen late or not at all; its answer's length and deadline still bound it.",
     )
     keep_alive_s: float = Field(
         15.0, gt=0, description="Silence on a stream after which a comment line is sent."
