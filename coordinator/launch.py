@@ -189,6 +189,8 @@ _RAY_ENVIRONMENT = {
     "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1",
     # A worker that does not answer cannot end its requests in good order; it only keeps memory from the next one.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    # Ray gives its workers the lowest priority but four, so that any other program of the machine would stall streams.
+    "RAY_worker_niceness": "0",
     # Held calls are many and idle: with these two, each costs the coordinator less.
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",

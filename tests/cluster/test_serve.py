@@ -87,6 +87,11 @@ def test_the_launcher_tells_what_serves(baton: Running) -> None:
         assert word in printed
 
 
+def test_workers_have_the_priority_of_who_started_them(baton: Running) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, baton.process.pid)
+    assert {os.getpriority(os.PRIO_PROCESS, baton.pid_of(role)) for role in ("prefill", "decode")} == {own}
+
+
 def test_a_chat_is_answered_like_the_reference(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(**ask(CHATS[0]))
     choice = answer.choices[0]
