@@ -1,6 +1,7 @@
 # make serve   install what is missing, start Baton, print the URL      PORT (8000) HOST MODEL CONFIG
 # make stop    stop the instance on PORT
 # make test    install what is missing, run all tests
+# make bench   five minutes of measurements: two pools against one, a table, a verdict, a report
 # make check   ruff, mypy --strict, layer test
 # make clean   remove .venv and caches of tools (models in ~/.cache/baton stay)
 
@@ -20,7 +21,7 @@ TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch,torch==2.13.0)
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.baton-installed
 
-.PHONY: serve stop test check setup clean
+.PHONY: serve stop test browser check bench setup clean
 
 serve: setup
 	@exec $(PY) -m coordinator.launch $(if $(PORT),--port '$(PORT)') $(if $(HOST),--host '$(HOST)') $(if $(MODEL),--model '$(MODEL)') $(if $(CONFIG),--config '$(CONFIG)')
@@ -41,8 +42,18 @@ $(STAMP): pyproject.toml
 	@$(PY) -m pip install --progress-bar on --editable '.[test]'
 	@touch $@
 
-test: setup
+test: setup browser
 	@$(PY) -m pytest
+
+bench: setup
+	@exec $(PY) -m benchmarks.quick $(if $(MODEL),--model '$(MODEL)') $(if $(CONFIG),--config '$(CONFIG)')
+
+# The report's tests look at it in Chromium, which no Python package brings.
+browser:
+	@for name in "$$BROWSER_PATH" chromium chromium-browser google-chrome; do test -n "$$name" && command -v "$$name" >/dev/null && exit 0; done; \
+	if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+	  echo "installing Chromium for the tests of the report"; apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium >/dev/null; \
+	else echo "no Chromium found: the browser tests will fail; install it or set BROWSER_PATH"; fi
 
 check: setup
 	@$(VENV)/bin/ruff check .

@@ -22,6 +22,7 @@ FOLDERS = (
     "engine",
     "kvtransfer",
     "worker",
+    "benchmarks",
     "prefill",
     "decode",
     "coordinator",
