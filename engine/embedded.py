@@ -28,7 +28,9 @@ from pathlib import Path
 from contracts.config import cache_dir as baton_cache_dir
 from contracts.errors import ConfigError
 from engine.gguf_file import read_gguf
-from engine.spec import ModelSpec, spec_from_gguf, spec_from_hf
+from engine.spec import ModelSpec
+from engine.spec_gguf import spec_from_gguf
+from engine.spec_hf import spec_from_hf
 
 Progress = Callable[[str], None]
 

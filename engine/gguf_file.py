@@ -131,7 +131,9 @@ class _Cursor:
             (size,) = size_of(buffer, begin)
             end = begin + 8 + size
             if end > num_bytes:
-                raise struct.error(f"{size} bytes announced at {begin + 8} but {num_bytes - begin - 8} are left")
+                raise struct.error(
+                    f"{size} bytes announced at {begin + 8} but {num_bytes - begin - 8} are left"
+                )
             found.append(buffer[begin + 8 : end].decode("utf-8"))
             begin = end
         self.position = begin

@@ -6,7 +6,8 @@ The file stays memory-mapped; each `read_into` dequantizes one tensor, straight 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from contracts.errors import ConfigError
 from engine.gguf_file import GgufFile, GgufTensor, read_gguf
-from engine.spec import ModelSpec, spec_from_gguf
+from engine.spec import ModelSpec
+from engine.spec_gguf import spec_from_gguf
 
 _TOP = {
     "token_embd": "model.embed_tokens",
@@ -26,15 +28,24 @@ _TOP = {
 }
 _IN_LAYER = {
     "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
+_EXPERTS = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
+_POST_NORMS = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_NO_POST_NORMS = {"ffn_norm": "post_attention_layernorm"}
 # Part of the spec, not a weight.
 _ROPE_FACTORS = "rope_freqs.weight"
 _PIECE_ELEMENTS = 1 << 16  # four times as many took twice as long (SmolLM2-135M, Q4_1)
@@ -49,16 +60,21 @@ class GgufSource:
         self._bytes = np.asarray(np.memmap(path, mode="r"))
         self.spec: ModelSpec = spec_from_gguf(file, self._rope_factors(file))
         self.files: Sequence[Path] = [path]
-        self._tensors = {hf_name(name): t for name, t in file.tensors.items() if name != _ROPE_FACTORS}
+        # llama.cpp rotates neighbours in this architecture and halves, as Hugging Face, in all others.
+        self._has_paired_rows = file.fields["general.architecture"] == "llama"
+        self._tensors: dict[str, GgufTensor] = {}
+        for tensor in file.tensors.values():
+            if tensor.name != _ROPE_FACTORS:
+                _check_quantization(tensor)
+                self._tensors.update(_parts(tensor, self.spec.has_post_norms))
         self.tensors: dict[str, tuple[int, ...]] = {name: t.shape for name, t in self._tensors.items()}
 
     def read_into(self, name: str, target: Tensor) -> None:
-        """Expand into `target`, rows in Hugging Face order. Raises ConfigError for a quantization nobody can expand."""
+        """Expand into `target`, rows in Hugging Face order. Raises ConfigError for a tensor that is not whole."""
         tensor = self._tensors[name]
-        if ".q_proj." in name:
-            target.copy_(_half_split_rows(self._expanded(tensor), self.spec.num_heads))
-        elif ".k_proj." in name:
-            target.copy_(_half_split_rows(self._expanded(tensor), self.spec.num_kv_heads))
+        heads = {"q_proj": self.spec.num_heads, "k_proj": self.spec.num_kv_heads}.get(name.split(".")[-2])
+        if heads is not None and self._has_paired_rows:
+            target.copy_(_half_split_rows(self._expanded(tensor), heads))
         else:
             self._expand(tensor, target)
 
@@ -74,11 +90,10 @@ class GgufSource:
     def _expand(self, tensor: GgufTensor, target: Tensor) -> None:
         """Piece by piece: a small piece's memory is used again for the next, while fresh pages for a whole tensor's
         intermediate values take longer than the arithmetic."""
-        flat = target.view(-1)
+        flat, kind = target.view(-1), GGMLQuantizationType(tensor.kind)
+        block_elements, block_bytes = GGML_QUANT_SIZES[kind]
         try:
-            kind = GGMLQuantizationType(tensor.kind)
-            block_elements, block_bytes = GGML_QUANT_SIZES[kind]
-            num_blocks = math.prod(tensor.shape) // block_elements
+            num_blocks = _num_blocks(tensor)
             stored = self._bytes[tensor.offset : tensor.offset + num_blocks * block_bytes]
             if len(stored) != num_blocks * block_bytes:
                 raise ValueError(f"the file ends {num_blocks * block_bytes - len(stored)} bytes too early")
@@ -91,20 +106,87 @@ class GgufSource:
                 values = values if values.flags.writeable else values.copy()
                 begin = low * block_elements
                 flat[begin : begin + len(values)].copy_(torch.from_numpy(values))
-        except (NotImplementedError, ValueError) as exc:
+        except ValueError as exc:
             raise ConfigError(
-                f"tensor {tensor.name}: expected a known, whole quantization but {exc}"
+                f"tensor {tensor.name}: expected whole blocks of {kind.name} but {exc}"
             ) from exc
 
 
-def hf_name(name: str) -> str:
+def hf_name(name: str, has_post_norms: bool = False) -> str:
     """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; a name without a counterpart is kept."""
+    in_layer = _IN_LAYER | (_POST_NORMS if has_post_norms else _NO_POST_NORMS)
     match name.split("."):
-        case ["blk", index, module, suffix] if module in _IN_LAYER:
-            return f"model.layers.{index}.{_IN_LAYER[module]}.{suffix}"
+        case ["blk", index, module, suffix] if module in in_layer:
+            return f"model.layers.{index}.{in_layer[module]}.{suffix}"
+        case ["blk", index, module, expert, suffix] if (
+            module in _EXPERTS
+        ):  # files of 2023: a tensor per expert
+            return f"model.layers.{index}.mlp.experts.{expert}.{_EXPERTS[module]}.{suffix}"
         case [module, suffix] if module in _TOP:
             return f"{_TOP[module]}.{suffix}"
     return name
+
+
+def supported_quantizations() -> list[str]:
+    """Names of the kinds that can be expanded."""
+    return [kind.name for kind in GGMLQuantizationType if _can_expand(kind)]
+
+
+def _parts(tensor: GgufTensor, has_post_norms: bool) -> Iterator[tuple[str, GgufTensor]]:
+    """The tensors that one of the file holds: itself, or one per expert where it stacks them, [E, out, in]."""
+    match tensor.name.split("."):
+        case ["blk", index, module, suffix] if (
+            module.removesuffix("_exps") in _EXPERTS and len(tensor.shape) == 3
+        ):
+            short, bytes_each = module.removesuffix("_exps"), _num_bytes(tensor) // tensor.shape[0]
+            for expert in range(tensor.shape[0]):
+                name = f"model.layers.{index}.mlp.experts.{expert}.{_EXPERTS[short]}.{suffix}"
+                begin = tensor.offset + expert * bytes_each
+                yield name, GgufTensor(tensor.name, tensor.shape[1:], tensor.kind, begin)
+        case _:
+            yield hf_name(tensor.name, has_post_norms), tensor
+
+
+def _check_quantization(tensor: GgufTensor) -> None:
+    """Raises ConfigError for a kind that nobody can expand, or rows that are no whole number of blocks."""
+    try:
+        kind = GGMLQuantizationType(tensor.kind)
+        name, is_known = kind.name, _can_expand(kind)
+    except ValueError:
+        name, is_known = f"number {tensor.kind}", False
+    if not is_known:
+        raise ConfigError(
+            f"tensor {tensor.name}: unsupported quantization: expected one of "
+            f"{', '.join(supported_quantizations())} but got {name}"
+        )
+    block_elements = GGML_QUANT_SIZES[kind][0]
+    if not tensor.shape or tensor.shape[-1] % block_elements:
+        raise ConfigError(
+            f"tensor {tensor.name}: expected rows of a multiple of {block_elements} elements in {name} "
+            f"but got shape {tensor.shape}"
+        )
+
+
+@cache
+def _can_expand(kind: GGMLQuantizationType) -> bool:
+    """Asks the library by expanding one block of zeros."""
+    try:
+        # NOTE: an empty block of some kinds has a scale of zero or NaN, which numpy would warn about.
+        with np.errstate(all="ignore"):
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _num_blocks(tensor: GgufTensor) -> int:
+    block_elements: int = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)][0]
+    return math.prod(tensor.shape) // block_elements
+
+
+def _num_bytes(tensor: GgufTensor) -> int:
+    block_bytes: int = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)][1]
+    return _num_blocks(tensor) * block_bytes
 
 
 def _half_split_rows(values: Tensor, num_heads: int) -> Tensor:

@@ -1,12 +1,16 @@
 """A Hugging Face directory as a source of tensors: config.json, generation_config.json and *.safetensors.
 
-The files are opened when asked for their shapes and stay memory-mapped until the source is dropped.
+The files are opened when asked for their shapes and stay memory-mapped until the source is dropped. Experts are found
+in any of three spellings: one tensor per expert and projection, by Qwen's or by Mixtral's names, or all experts of a
+layer in one (`experts.gate_up_proj` [E, 2 * inner, hidden], `experts.down_proj` [E, hidden, inner]).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,31 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from contracts.errors import ConfigError
-from engine.spec import ModelSpec, spec_from_hf
+from engine.spec import ModelSpec
+from engine.spec_hf import has_offset_norms, spec_from_hf
 
 _INDEX = "model.safetensors.index.json"
+_MIXTRAL_EXPERT = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Where a tensor lies: all of `name`, or the rows [low, high) of its expert number `expert`."""
+
+    handle: Any
+    name: str
+    shape: tuple[int, ...]
+    expert: int | None = None
+    low: int = 0
+
+    def read(self) -> Tensor:
+        if self.expert is None:
+            whole: Tensor = self.handle.get_tensor(self.name)
+            return whole
+        rows = slice(self.low, self.low + self.shape[0])
+        part: Tensor = self.handle.get_slice(self.name)[self.expert : self.expert + 1, rows]
+        return part[0]
 
 
 class HfSource:
@@ -25,28 +51,56 @@ class HfSource:
     def __init__(self, directory: Path) -> None:
         config = _read_json(directory / "config.json")
         self.spec: ModelSpec = spec_from_hf(_with_generation_config(config, directory))
+        self._has_offset_norms = has_offset_norms(config)
         self._shards = _shards(directory)
         self.files: Sequence[Path] = [directory / "config.json", *self._shards]
-        self.tensors: dict[str, tuple[int, ...]] = {}
-        self._handles: dict[str, Any] = {}
+        self._stored: dict[str, _Stored] = {}
         for shard in self._shards:
             self._open(shard)
+        self.tensors: dict[str, tuple[int, ...]] = {name: part.shape for name, part in self._stored.items()}
 
     def _open(self, shard: Path) -> None:
         try:
             handle: Any = safe_open(str(shard), framework="pt")
             for name in handle.keys():  # noqa: SIM118 (the handle is not iterable)
-                self._handles[name] = handle
-                self.tensors[name] = tuple(handle.get_slice(name).get_shape())
+                shape = tuple(handle.get_slice(name).get_shape())
+                self._stored.update(_parts(_Stored(handle, name, shape)))
         except (OSError, SafetensorError) as exc:
             raise ConfigError(f"expected a safetensors file but could not read {shard}: {exc}") from exc
 
     def read_into(self, name: str, target: Tensor) -> None:
         """Copy the tensor from the mapped file, converted. Raises ConfigError if it is not floating-point."""
-        tensor: Tensor = self._handles[name].get_tensor(name)
+        tensor = self._stored[name].read()
         if not tensor.is_floating_point():
             raise ConfigError(f"tensor {name}: expected floating-point weights but got {tensor.dtype}")
         target.copy_(tensor)
+        if self._has_offset_norms and name.endswith("norm.weight"):
+            target.add_(1.0)
+
+
+def _parts(stored: _Stored) -> Iterator[tuple[str, _Stored]]:
+    """The tensors that one of the file holds, by the names of `tensor_names`."""
+    fused = _FUSED.fullmatch(stored.name)
+    if fused is None or len(stored.shape) != 3:
+        yield _expert_name(stored.name), stored
+        return
+    num_experts, rows, columns = stored.shape
+    modules = ["gate_proj", "up_proj"] if fused[2] == "gate_up_proj" else ["down_proj"]
+    shape = (rows // len(modules), columns)
+    for expert in range(num_experts):
+        for index, module in enumerate(modules):
+            part = _Stored(stored.handle, stored.name, shape, expert, index * shape[0])
+            yield f"{fused[1]}.{expert}.{module}.weight", part
+
+
+def _expert_name(name: str) -> str:
+    """`….block_sparse_moe.experts.3.w2.weight` -> `….mlp.experts.3.down_proj.weight`; other names are kept."""
+    head, mixtral, tail = name.partition(".block_sparse_moe.")
+    if not mixtral:
+        return name
+    for short, module in _MIXTRAL_EXPERT.items():
+        tail = tail.replace(f".{short}.", f".{module}.")
+    return f"{head}.mlp.{tail}"
 
 
 def _with_generation_config(config: dict[str, Any], directory: Path) -> dict[str, Any]:

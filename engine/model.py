@@ -1,12 +1,11 @@
 """The decoder: one forward pass over the tokens of a step, from ids to logits.
 
-One description covers the Llama family by `ModelSpec`: grouped-query attention, rope variants, biases, tied embeddings.
+One description covers all families by `ModelSpec`; nothing here asks for a family's name.
 A step mixes single-token decodes and prompt chunks; all products run over all tokens at once, attention per kind.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,8 +14,9 @@ from torch import Tensor
 
 from engine.kernels import cpu, reference
 from engine.kv import KvSlab
-from engine.spec import FactorRope, LinearRope, Llama3Rope, ModelSpec
-from engine.weights import LayerWeights, Linear, LoadedModel
+from engine.rope import inverse_frequencies, magnitude
+from engine.spec import AttentionRule, Experts
+from engine.weights import LayerWeights, Linear, LoadedModel, Mlp, SparseMlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,13 @@ class Kernels(Protocol):
 
     def write_kv(self, kv: Tensor, k: Tensor, v: Tensor, block_ids: Tensor, slots: Tensor) -> None: ...
 
-    def paged_attention(self, q: Tensor, kv: Tensor, block_table: Tensor, context_lens: Tensor) -> Tensor: ...
+    def paged_attention(
+        self, q: Tensor, kv: Tensor, block_table: Tensor, context_lens: Tensor, rule: AttentionRule
+    ) -> Tensor: ...
 
-    def prefill_attention(self, q: Tensor, kv: Tensor, block_ids: Tensor, start: int) -> Tensor: ...
+    def prefill_attention(
+        self, q: Tensor, kv: Tensor, block_ids: Tensor, start: int, rule: AttentionRule
+    ) -> Tensor: ...
 
 
 def select_kernels(device: torch.device) -> Kernels:
@@ -82,79 +86,92 @@ class Model:
         self.dtype = loaded.weights.embedding.dtype
         self.device = loaded.weights.embedding.device
         self._kernels = select_kernels(self.device)
-        self._inv_freq = inverse_frequencies(self.spec).to(self.device)
+        self._gated = reference.geglu if self.spec.activation == "gelu_tanh" else reference.swiglu
+        # Layers share a few ropes: one table of each per step.
+        ropes = list(dict.fromkeys(layer.rope for layer in self.spec.layers))
+        self._ropes = [
+            (inverse_frequencies(rope, self.spec.head_dim).to(self.device), magnitude(rope)) for rope in ropes
+        ]
+        self._rope_of_layer = [ropes.index(layer.rope) for layer in self.spec.layers]
+        self._rules = [self.spec.rule(layer) for layer in self.spec.layers]
         # Packed or not, the head keeps its plain weight: the best logits are refined from it.
         loaded.weights.lm_head.is_shared = True
         for layer in loaded.weights.layers:
-            for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
+            for matrix in layer.matrices:
                 self._kernels.pack(matrix)
         self._kernels.pack(loaded.weights.lm_head)
 
     def forward(self, plan: StepPlan, slab: KvSlab) -> Tensor:
         """Logits [R, V] float32 of the wanted rows. Writes KV of all T tokens into `slab`."""
         # The residual stream stays float32: in bfloat16 it loses what late layers add to it.
-        hidden = self._weights.embedding[plan.token_ids].float()
-        cos, sin = reference.rope_table(plan.positions, self._inv_freq)
+        hidden = self._weights.embedding[plan.token_ids].float() * self.spec.embedding_scale
+        tables = [reference.rope_table(plan.positions, *rope) for rope in self._ropes]
         for index, layer in enumerate(self._weights.layers):
-            hidden = self._layer(hidden, layer, plan, slab.layer(index), (cos, sin))
+            heads = self._heads(hidden, layer, tables[self._rope_of_layer[index]])
+            attended = self._attend(heads, slab.layer(index), plan, self._rules[index])
+            added = self._kernels.linear(attended.view(len(hidden), -1), layer.out)
+            hidden = hidden + self._post_norm(added, layer.attention_post_norm)
+            added = self._mlp(self._norm(hidden, layer.mlp_norm), layer.mlp)
+            hidden = hidden + self._post_norm(added, layer.mlp_post_norm)
         if not len(plan.wanted):
             return torch.empty(0, self.spec.vocab_size, device=self.device)
         final = self._norm(hidden[plan.wanted], self._weights.final_norm)
-        return self._kernels.logits(final, self._weights.lm_head)
+        return reference.soft_cap(self._kernels.logits(final, self._weights.lm_head), self.spec.logit_cap)
 
-    def _layer(
-        self, hidden: Tensor, layer: LayerWeights, plan: StepPlan, kv: Tensor, rotation: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def _heads(
+        self, hidden: Tensor, layer: LayerWeights, rotation: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, H, D], k and v [T, K, D] of the layer's input; q and k normed and rotated."""
         spec = self.spec
         normed = self._norm(hidden, layer.attention_norm)
         heads = self._kernels.linear(normed, layer.qkv).view(len(hidden), -1, spec.head_dim)
         num_rotated = spec.num_heads + spec.num_kv_heads
-        rotated = reference.rope(heads[:, :num_rotated], *rotation)
+        turning = heads[:, :num_rotated]
+        if layer.head_norms is not None:
+            turning = reference.head_norm(turning, layer.head_norms, spec.norm_eps)
+        rotated = reference.rope(turning, *rotation)
         q, k = torch.split(rotated, [spec.num_heads, spec.num_kv_heads], dim=1)
-        self._kernels.write_kv(kv, k, heads[:, num_rotated:], plan.block_ids, plan.slots)
-        attended = self._attend(q, kv, plan).view(len(hidden), -1)
-        hidden = hidden + self._kernels.linear(attended, layer.out)
-        normed = self._norm(hidden, layer.mlp_norm)
-        inner = reference.swiglu(self._kernels.linear(normed, layer.gate_up)).to(self.dtype)
-        return hidden + self._kernels.linear(inner, layer.down)
+        return q, k, heads[:, num_rotated:]
+
+    def _attend(
+        self, heads: tuple[Tensor, Tensor, Tensor], kv: Tensor, plan: StepPlan, rule: AttentionRule
+    ) -> Tensor:
+        """[T, H, D]; keys and values go to the slab first, so that a chunk sees itself there."""
+        q, k, v = heads
+        self._kernels.write_kv(kv, k, v, plan.block_ids, plan.slots)
+        out = torch.empty(q.shape, dtype=self.dtype, device=q.device)
+        for group in plan.decodes:
+            out[group.rows] = self._kernels.paged_attention(
+                q[group.rows], kv, group.block_table, group.context_lens, rule
+            )
+        for chunk in plan.chunks:
+            rows = slice(chunk.low, chunk.high)
+            out[rows] = self._kernels.prefill_attention(q[rows], kv, chunk.block_ids, chunk.start, rule)
+        return out
+
+    def _mlp(self, x: Tensor, mlp: Mlp | SparseMlp) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        if isinstance(mlp, SparseMlp):
+            return self._sparse_mlp(x, mlp)
+        inner = self._gated(self._kernels.linear(x, mlp.gate_up)).to(self.dtype)
+        return self._kernels.linear(inner, mlp.down)
+
+    def _sparse_mlp(self, x: Tensor, mlp: SparseMlp) -> Tensor:
+        """Each token through its experts; those that nobody chose cost nothing."""
+        experts = self.spec.experts
+        assert isinstance(experts, Experts), "a sparse layer without experts"
+        router_logits = self._kernels.linear(x, mlp.router)
+        probs, chosen = reference.route(router_logits, experts.num_chosen, experts.is_normalized)
+        out = torch.zeros(x.shape, device=x.device)
+        for number in torch.bincount(chosen.view(-1)).nonzero()[:, 0].tolist():
+            rows, rank = (chosen == number).nonzero(as_tuple=True)
+            answered = self._mlp(x[rows], mlp.experts[number]).float()
+            out.index_add_(0, rows, answered * probs[rows, rank, None])
+        return out
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return reference.rms_norm(hidden, weight, self.spec.norm_eps).to(self.dtype)
 
-    def _attend(self, q: Tensor, kv: Tensor, plan: StepPlan) -> Tensor:
-        out = torch.empty(q.shape, dtype=self.dtype, device=q.device)
-        for group in plan.decodes:
-            out[group.rows] = self._kernels.paged_attention(
-                q[group.rows], kv, group.block_table, group.context_lens
-            )
-        for chunk in plan.chunks:
-            rows = slice(chunk.low, chunk.high)
-            out[rows] = self._kernels.prefill_attention(q[rows], kv, chunk.block_ids, chunk.start)
-        return out
-
-
-def inverse_frequencies(spec: ModelSpec) -> Tensor:
-    """[D / 2] float32: theta^(-2i/D), scaled as the spec says (Su et al., arXiv:2104.09864; Llama 3.1 scaling)."""
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
-    frequencies = 1.0 / spec.rope_theta**exponents
-    match spec.rope_scaling:
-        case None:
-            return frequencies
-        case LinearRope(factor):
-            return frequencies / factor
-        case FactorRope(factors):
-            return frequencies / torch.tensor(factors)
-        case Llama3Rope():
-            return _llama3(frequencies, spec.rope_scaling)
-
-
-def _llama3(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
-    wavelengths = 2 * math.pi / frequencies
-    old_len = scaling.original_max_position
-    is_long = wavelengths > old_len / scaling.low_freq_factor
-    is_short = wavelengths < old_len / scaling.high_freq_factor
-    span = scaling.high_freq_factor - scaling.low_freq_factor
-    blend = (old_len / wavelengths - scaling.low_freq_factor) / span
-    between = (1 - blend) * frequencies / scaling.factor + blend * frequencies
-    scaled = torch.where(is_long, frequencies / scaling.factor, frequencies)
-    return torch.where(~is_long & ~is_short, between, scaled)
+    def _post_norm(self, added: Tensor, weight: Tensor | None) -> Tensor:
+        """float32, as the residual stream that it is added to."""
+        return added if weight is None else reference.rms_norm(added.float(), weight, self.spec.norm_eps)

@@ -1,22 +1,25 @@
-"""What a checkpoint is: the numbers of one Llama-family decoder, read from a config.json or from a GGUF header.
+"""What a checkpoint is: the numbers of one decoder, whatever file they come from.
 
-Everything here is pure data; no tensor is touched. A field that is missing, mistyped or that asks for something this
-engine does not compute raises `ConfigError` before any weight is read.
+Families differ by what a `ModelSpec` says, not by a class each; `spec_hf` and `spec_gguf` fill it in. Everything here
+is pure data; no tensor is touched.
+
+    family             differs from Llama by
+    Mistral            a sliding window on every layer, if its config has one
+    Qwen2, Qwen2.5     biases on q, k and v
+    Qwen3              norms over each head of q and k
+    Gemma 3            two kinds of layers (window and rope base), norms behind attention and MLP too, norms over heads,
+                       scaled embeddings, a GELU gate, its own attention scale, soft caps where configured
+    Mixtral, Qwen3-MoE layers whose MLP is a choice of experts
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Literal
 
 from contracts.errors import ConfigError
 
-if TYPE_CHECKING:
-    from engine.gguf_file import GgufFile
-
-HF_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
-GGUF_ARCHITECTURES = ("llama",)
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +40,75 @@ class Llama3Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class YarnRope:
+    """YaRN (arXiv:2309.00071): frequencies that turn more than `beta_fast` times within the original context are kept,
+    those below `beta_slow` divided by `factor`, a ramp between; cosines and sines are multiplied by `magnitude`.
+
+    `truncates`: the ends of the ramp are whole frequencies.
+    """
+
+    factor: float
+    original_max_position: int
+    magnitude: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncates: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class FactorRope:
     """One divisor per frequency, head_dim / 2 of them: how GGUF stores what Llama 3.1 scaling works out to."""
 
     factors: tuple[float, ...]
 
 
-RopeScaling = LinearRope | Llama3Rope | FactorRope | None
+RopeScaling = LinearRope | Llama3Rope | YarnRope | FactorRope | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions (arXiv:2104.09864): frequencies theta^(-2i/D), then scaled."""
+
+    theta: float
+    scaling: RopeScaling = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What may differ from layer to layer. `window`: a query sees itself and the window - 1 positions before it;
+    None: all before it. `is_sparse`: its MLP is `ModelSpec.experts`."""
+
+    rope: Rope
+    window: int | None = None
+    is_sparse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A sparse MLP: each token goes through the `num_chosen` experts of the highest probability. `is_normalized`: the
+    probabilities of the chosen ones are divided by their sum."""
+
+    num_experts: int
+    num_chosen: int
+    intermediate_size: int
+    is_normalized: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """How scores become weights: q·k times `scale`, then cap·tanh(score / cap) if there is a cap, then a softmax over
+    what the window lets a query see."""
+
+    scale: float
+    window: int | None = None
+    cap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Shape and constants of one decoder. Sizes count elements, `max_position` counts tokens."""
 
-    num_layers: int
+    layers: tuple[LayerSpec, ...]
     hidden_size: int
     num_heads: int
     num_kv_heads: int
@@ -58,14 +116,21 @@ class ModelSpec:
     intermediate_size: int
     vocab_size: int
     max_position: int
-    rope_theta: float
-    rope_scaling: RopeScaling
     norm_eps: float
+    attention_scale: float
     tie_embeddings: bool
-    attention_bias: bool
-    mlp_bias: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    has_head_norms: bool = False
+    has_post_norms: bool = False
+    activation: Activation = "silu"
+    embedding_scale: float = 1.0
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -76,205 +141,53 @@ class ModelSpec:
             "head_dim",
             "intermediate_size",
         ):
-            _require_positive(name, getattr(self, name))
-        for name in ("vocab_size", "max_position", "rope_theta", "norm_eps"):
-            _require_positive(name, getattr(self, name))
+            require_positive(name, getattr(self, name))
+        for name in ("vocab_size", "max_position", "norm_eps", "attention_scale", "embedding_scale"):
+            require_positive(name, getattr(self, name))
+        for name in ("attention_cap", "logit_cap"):
+            if getattr(self, name) is not None:
+                require_positive(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"expected num_heads to be a multiple of num_kv_heads={self.num_kv_heads} but got {self.num_heads}"
             )
         if self.head_dim % 2:
             raise ConfigError(f"expected an even head_dim but got {self.head_dim}")
-        if isinstance(self.rope_scaling, FactorRope) and len(self.rope_scaling.factors) != self.head_dim // 2:
-            raise ConfigError(
-                f"expected {self.head_dim // 2} rope factors but got {len(self.rope_scaling.factors)}"
-            )
+        for layer in dict.fromkeys(self.layers):
+            self._check_layer(layer)
+        if self.experts is not None:
+            _check_experts(self.experts)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def rule(self, layer: LayerSpec) -> AttentionRule:
+        """How `layer` weighs what its queries see."""
+        return AttentionRule(self.attention_scale, layer.window, self.attention_cap)
+
+    def _check_layer(self, layer: LayerSpec) -> None:
+        require_positive("rope_theta", layer.rope.theta)
+        if layer.window is not None:
+            require_positive("sliding_window", layer.window)
+        scaling = layer.rope.scaling
+        if isinstance(scaling, LinearRope | Llama3Rope | YarnRope):
+            require_positive("rope factor", scaling.factor)
+        if isinstance(scaling, FactorRope) and len(scaling.factors) != self.head_dim // 2:
+            raise ConfigError(f"expected {self.head_dim // 2} rope factors but got {len(scaling.factors)}")
+        assert not layer.is_sparse or self.experts is not None, "a sparse layer without experts"
 
 
-def _require_positive(name: str, value: float) -> None:
+def require_positive(name: str, value: float) -> None:
+    """Raises ConfigError unless `value` > 0; NaN is not."""
     if not value > 0:
         raise ConfigError(f"expected {name} > 0 but got {value}")
 
 
-class _Fields:
-    """Typed access to the fields of a config; every complaint names the source and the field."""
-
-    def __init__(self, values: Mapping[str, Any], source: str) -> None:
-        self._values = values
-        self._source = source
-
-    def has(self, name: str) -> bool:
-        return self._values.get(name) is not None
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self._mistyped(name, "an integer", value)
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._mistyped(name, "a number", value)
-        return float(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self._get(name, default)
-        if not isinstance(value, bool):
-            raise self._mistyped(name, "true or false", value)
-        return value
-
-    def text(self, name: str, default: str | None = None) -> str:
-        value = self._get(name, default)
-        if not isinstance(value, str):
-            raise self._mistyped(name, "a string", value)
-        return value
-
-    def section(self, name: str) -> _Fields:
-        value = self._get(name, {})
-        if not isinstance(value, Mapping):
-            raise self._mistyped(name, "an object", value)
-        return _Fields(value, f"{self._source} {name}")
-
-    def token_ids(self, name: str) -> tuple[int, ...]:
-        """A token id field, which checkpoints write as nothing, one id or a list of ids."""
-        value = self._values.get(name)
-        ids = [] if value is None else value if isinstance(value, list) else [value]
-        if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-            raise self._mistyped(name, "token ids", value)
-        return tuple(ids)
-
-    def _get(self, name: str, default: Any) -> Any:
-        value = self._values.get(name)
-        if value is not None:
-            return value
-        if default is None:
-            raise ConfigError(f"{self._source}: expected the field {name!r} but it is missing")
-        return default
-
-    def _mistyped(self, name: str, expected: str, value: object) -> ConfigError:
-        return ConfigError(f"{self._source}: expected {name!r} to be {expected} but got {value!r}")
-
-
-def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The spec of a Hugging Face config.json.
-
-    `eos_token_id` may be a list; merge a generation_config.json's into it before calling.
-    Raises ConfigError for an unsupported architecture or feature and for missing or mistyped fields.
-    """
-    fields = _Fields(config, "config.json")
-    _check_hf_features(config, fields)
-    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    _require_positive("num_attention_heads", num_heads)
-    theta, scaling = _hf_rope(fields)
-    return ModelSpec(
-        num_layers=fields.integer("num_hidden_layers"),
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
-        head_dim=fields.integer("head_dim", hidden_size // num_heads),
-        intermediate_size=fields.integer("intermediate_size"),
-        vocab_size=fields.integer("vocab_size"),
-        max_position=fields.integer("max_position_embeddings"),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        norm_eps=fields.number("rms_norm_eps"),
-        tie_embeddings=fields.flag("tie_word_embeddings", False),
-        attention_bias=fields.flag("attention_bias", False),
-        mlp_bias=fields.flag("mlp_bias", False),
-        bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
-        eos_token_ids=fields.token_ids("eos_token_id"),
-    )
-
-
-def _check_hf_features(config: Mapping[str, Any], fields: _Fields) -> None:
-    architectures = config.get("architectures") or []
-    if not isinstance(architectures, list) or not any(name in HF_ARCHITECTURES for name in architectures):
+def _check_experts(experts: Experts) -> None:
+    for name in ("num_experts", "num_chosen", "intermediate_size"):
+        require_positive(f"experts: {name}", getattr(experts, name))
+    if experts.num_chosen > experts.num_experts:
         raise ConfigError(
-            f"unsupported architecture: expected one of {HF_ARCHITECTURES} but got {architectures!r}"
+            f"expected at most num_experts={experts.num_experts} experts per token but got {experts.num_chosen}"
         )
-    if (activation := fields.text("hidden_act", "silu")) != "silu":
-        raise ConfigError(f"config.json: expected hidden_act='silu' but got {activation!r}")
-    if fields.has("sliding_window"):
-        raise ConfigError(f"config.json: expected no sliding_window but got {config['sliding_window']!r}")
-    if (rotary := fields.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise ConfigError(f"config.json: expected partial_rotary_factor=1 but got {rotary}")
-    if fields.has("quantization_config"):
-        raise ConfigError("config.json: expected float weights but the checkpoint has a quantization_config")
-
-
-def _hf_rope(fields: _Fields) -> tuple[float, RopeScaling]:
-    # transformers 5 writes one `rope_parameters` object; older configs write `rope_theta` and `rope_scaling`.
-    rope = fields.section("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
-    kind = rope.text("rope_type", rope.text("type", "default"))
-    match kind:
-        case "default":
-            return theta, None
-        case "linear":
-            return theta, LinearRope(rope.number("factor"))
-        case "llama3":
-            scaling = Llama3Rope(
-                factor=rope.number("factor"),
-                low_freq_factor=rope.number("low_freq_factor"),
-                high_freq_factor=rope.number("high_freq_factor"),
-                original_max_position=rope.integer("original_max_position_embeddings"),
-            )
-            return theta, scaling
-    raise ConfigError(f"config.json: expected rope type default, linear or llama3 but got {kind!r}")
-
-
-def spec_from_gguf(file: GgufFile, rope_factors: tuple[float, ...] | None = None) -> ModelSpec:
-    """The spec of a GGUF file's header. `rope_factors`: the content of its tensor rope_freqs.weight, if it has one.
-
-    Raises ConfigError for an architecture other than `llama`, experts, partial rotary or missing fields.
-    """
-    fields = _Fields(file.fields, "GGUF header")
-    architecture = fields.text("general.architecture")
-    if architecture not in GGUF_ARCHITECTURES:
-        raise ConfigError(
-            f"unsupported architecture: expected one of {GGUF_ARCHITECTURES} but got {architecture!r}"
-        )
-    if (experts := fields.integer(f"{architecture}.expert_count", 0)) != 0:
-        raise ConfigError(f"GGUF header: expected a dense model but got {experts} experts")
-    tensors = file.tensors
-    if "token_embd.weight" not in tensors:
-        raise ConfigError("GGUF: expected the tensor token_embd.weight but it is missing")
-    hidden_size = fields.integer("llama.embedding_length")
-    num_heads = fields.integer("llama.attention.head_count")
-    _require_positive("llama.attention.head_count", num_heads)
-    head_dim = fields.integer("llama.attention.key_length", hidden_size // num_heads)
-    if (rotary := fields.integer("llama.rope.dimension_count", head_dim)) != head_dim:
-        raise ConfigError(f"GGUF header: expected rope.dimension_count={head_dim} but got {rotary}")
-    # NOTE: end-of-turn is a stop token of its own; models whose eos is end-of-text never stop a chat without it.
-    eos = (*fields.token_ids("tokenizer.ggml.eos_token_id"), *fields.token_ids("tokenizer.ggml.eot_token_id"))
-    return ModelSpec(
-        num_layers=fields.integer("llama.block_count"),
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=fields.integer("llama.attention.head_count_kv", num_heads),
-        head_dim=head_dim,
-        intermediate_size=fields.integer("llama.feed_forward_length"),
-        vocab_size=tensors["token_embd.weight"].shape[0],
-        max_position=fields.integer("llama.context_length"),
-        rope_theta=fields.number("llama.rope.freq_base", 10_000.0),
-        rope_scaling=_gguf_rope(fields, rope_factors),
-        norm_eps=fields.number("llama.attention.layer_norm_rms_epsilon"),
-        tie_embeddings="output.weight" not in tensors,
-        attention_bias="blk.0.attn_q.bias" in tensors,
-        mlp_bias="blk.0.ffn_gate.bias" in tensors,
-        bos_token_id=next(iter(fields.token_ids("tokenizer.ggml.bos_token_id")), None),
-        eos_token_ids=tuple(dict.fromkeys(eos)),
-    )
-
-
-def _gguf_rope(fields: _Fields, factors: tuple[float, ...] | None) -> RopeScaling:
-    if factors is not None:
-        return FactorRope(factors)
-    kind = fields.text("llama.rope.scaling.type", "none")
-    match kind:
-        case "none":
-            return None
-        case "linear":
-            return LinearRope(fields.number("llama.rope.scaling.factor"))
-    raise ConfigError(f"GGUF header: expected rope.scaling.type none or linear but got {kind!r}")

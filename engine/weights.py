@@ -1,6 +1,6 @@
 """Weights on their way from a checkpoint into memory.
 
-    path ──► TensorSource (HF directory | GGUF file) ──► every name and shape checked
+    path ──► TensorSource (HF directory | GGUF file) ──► every name and shape checked, and that it all fits
                                                           ──► one tensor at a time, converted straight into its place
 
 Projections that read the same input are stored fused (q|k|v and gate|up, rows in this order), so a layer does four
@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from contracts.errors import ConfigError
+from engine.fit import AvailableBytes, available_bytes, check_fit
 from engine.gguf_weights import GgufSource
 from engine.hf_weights import HfSource
 from engine.spec import ModelSpec
+from engine.tensor_names import expected_tensors, layer_norms
 
 Progress = Callable[[int, int], None]
 _SAMPLE_BYTES = 1 << 20
@@ -57,13 +59,41 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
+class Mlp:
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class SparseMlp:
+    """`router` [E, hidden] says which of the E experts a token goes through."""
+
+    router: Linear
+    experts: tuple[Mlp, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
+    """`head_norms` [H + K, D]: the weight of each query and key head's norm; `*_post_norm`: norms of what attention
+    and MLP add to the residual stream. None in models without."""
+
     attention_norm: Tensor
     qkv: Linear
     out: Linear
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp | SparseMlp
+    head_norms: Tensor | None = None
+    attention_post_norm: Tensor | None = None
+    mlp_post_norm: Tensor | None = None
+
+    @property
+    def matrices(self) -> Iterator[Linear]:
+        """Every matrix of the layer."""
+        yield from (self.qkv, self.out)
+        if isinstance(self.mlp, SparseMlp):
+            yield self.mlp.router
+        for mlp in self.mlp.experts if isinstance(self.mlp, SparseMlp) else (self.mlp,):
+            yield from (mlp.gate_up, mlp.down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +137,23 @@ def has_native_bf16() -> bool:
 
 
 def load_model(
-    path: Path, dtype: torch.dtype, progress: Progress | None = None, device: torch.device | str = "cpu"
+    path: Path,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    device: torch.device | str = "cpu",
+    kv_bytes: int = 0,
+    available: AvailableBytes = available_bytes,
 ) -> LoadedModel:
     """Read a Hugging Face directory or a GGUF file. `progress` gets (bytes done, bytes in all), as held in memory.
 
-    Raises ConfigError for a path that is neither, an unsupported model, and missing, extra or misshaped tensors.
+    `kv_bytes`: what the caller will allocate for KV on the same device. Raises ConfigError for a path that is neither,
+    an unsupported model, missing, extra or misshaped tensors, and a model that does not fit into what is `available`.
     """
-    source = open_source(path)
+    source, place = open_source(path), torch.device(device)
     _check_tensors(source)
+    check_fit(source.spec, dtype, place, kv_bytes, available)
     fingerprint = fingerprint_files(source.files)
-    weights = _Filler(source, dtype, torch.device(device), progress or (lambda done, total: None)).fill()
+    weights = _Filler(source, dtype, place, progress or (lambda done, total: None)).fill()
     return LoadedModel(source.spec, weights, fingerprint)
 
 
@@ -140,32 +177,6 @@ def fingerprint_files(files: Sequence[Path]) -> str:
             stream.seek(max(0, size - _SAMPLE_BYTES))
             digest.update(stream.read(_SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Every tensor a checkpoint of this spec holds, by Hugging Face name."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attention = {"q_proj": (q_rows, hidden), "k_proj": (kv_rows, hidden), "v_proj": (kv_rows, hidden)}
-    attention["o_proj"] = (hidden, q_rows)
-    mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
-    for index in range(spec.num_layers):
-        prefix = f"model.layers.{index}"
-        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
-        for block, has_bias, matrices in (
-            ("self_attn", spec.attention_bias, attention),
-            ("mlp", spec.mlp_bias, mlp),
-        ):
-            for name, shape in matrices.items():
-                shapes[f"{prefix}.{block}.{name}.weight"] = shape
-                if has_bias:
-                    shapes[f"{prefix}.{block}.{name}.bias"] = shape[:1]
-    shapes["model.norm.weight"] = (hidden,)
-    if not spec.tie_embeddings:
-        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
-    return shapes
 
 
 def _check_tensors(source: TensorSource) -> None:
@@ -209,18 +220,41 @@ class _Filler:
         return ModelWeights(embedding, layers, final_norm, lm_head)
 
     def _layers(self, spec: ModelSpec) -> Iterator[LayerWeights]:
-        for index in range(spec.num_layers):
+        for index, layer in enumerate(spec.layers):
             prefix = f"model.layers.{index}"
-            attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-            qkv = [f"{attention}.{name}_proj" for name in "qkv"]
+            attention = f"{prefix}.self_attn"
+            norms = [self._norm(f"{prefix}.{name}.weight") for name in layer_norms(spec)]
             yield LayerWeights(
-                attention_norm=self._norm(f"{prefix}.input_layernorm.weight"),
-                qkv=self._linear(qkv, spec.attention_bias),
-                out=self._linear([f"{attention}.o_proj"], spec.attention_bias),
-                mlp_norm=self._norm(f"{prefix}.post_attention_layernorm.weight"),
-                gate_up=self._linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"], spec.mlp_bias),
-                down=self._linear([f"{mlp}.down_proj"], spec.mlp_bias),
+                attention_norm=norms[0],
+                qkv=self._linear([f"{attention}.{name}_proj" for name in "qkv"], spec.qkv_bias),
+                out=self._linear([f"{attention}.o_proj"], spec.out_bias),
+                mlp_norm=norms[1],
+                mlp=self._sparse_mlp(f"{prefix}.mlp")
+                if layer.is_sparse
+                else self._mlp(f"{prefix}.mlp", spec.mlp_bias),
+                head_norms=self._head_norms(attention) if spec.has_head_norms else None,
+                attention_post_norm=norms[2] if spec.has_post_norms else None,
+                mlp_post_norm=norms[3] if spec.has_post_norms else None,
             )
+
+    def _mlp(self, prefix: str, has_bias: bool) -> Mlp:
+        gate_up = self._linear([f"{prefix}.gate_proj", f"{prefix}.up_proj"], has_bias)
+        return Mlp(gate_up, self._linear([f"{prefix}.down_proj"], has_bias))
+
+    def _sparse_mlp(self, prefix: str) -> SparseMlp:
+        experts = self._source.spec.experts
+        assert experts is not None, "checked by ModelSpec"
+        router = self._linear([f"{prefix}.gate"], has_bias=False)
+        chosen_from = range(experts.num_experts)
+        return SparseMlp(
+            router, tuple(self._mlp(f"{prefix}.experts.{i}", has_bias=False) for i in chosen_from)
+        )
+
+    def _head_norms(self, prefix: str) -> Tensor:
+        """One row per head, so that queries and keys are normed together."""
+        spec = self._source.spec
+        q, k = self._norm(f"{prefix}.q_norm.weight"), self._norm(f"{prefix}.k_norm.weight")
+        return torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
 
     def _linear(self, names: list[str], has_bias: bool) -> Linear:
         weight = self._fuse([f"{name}.weight" for name in names])

@@ -186,9 +186,10 @@ class Worker:
         torch.set_num_threads(engine.compute_threads)
         device = _device(engine.device)
         dtype = resolve_dtype(self._config.model.dtype, device)
-        model = load_model(path, dtype, _progress(self._worker_id))
+        kv_bytes = engine.kv_cache_bytes or (CPU_KV_BYTES if device == "cpu" else 0)
+        model = load_model(path, dtype, _progress(self._worker_id), device, kv_bytes)
         num_blocks = engine.num_blocks or num_blocks_for(
-            engine.kv_cache_bytes or _default_kv_bytes(device), model.spec, engine.block_size, dtype
+            kv_bytes or _free_gpu_kv_bytes(), model.spec, engine.block_size, dtype
         )
         if num_blocks < 2:
             raise ConfigError(
@@ -324,9 +325,8 @@ def _device(name: str) -> str:
     return name
 
 
-def _default_kv_bytes(device: str) -> int:
-    if device == "cpu":
-        return CPU_KV_BYTES
+def _free_gpu_kv_bytes() -> int:
+    """To be asked when the weights are loaded."""
     free, _total = torch.cuda.mem_get_info()
     return int(free * GPU_KV_SHARE)
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels import reference
+from engine.spec import AttentionRule
 from engine.weights import Linear, has_native_bf16
 
 MAX_NATIVE_HEAD_ROWS = 4
@@ -71,29 +72,33 @@ def write_kv(kv: Tensor, k: Tensor, v: Tensor, block_ids: Tensor, slots: Tensor)
     rows.index_copy_(0, (key_rows + num_heads * num_slots).view(-1), v.reshape(-1, head_dim).to(kv.dtype))
 
 
-def paged_attention(q: Tensor, kv: Tensor, block_table: Tensor, context_lens: Tensor) -> Tensor:
+def paged_attention(
+    q: Tensor, kv: Tensor, block_table: Tensor, context_lens: Tensor, rule: AttentionRule
+) -> Tensor:
     """As reference.paged_attention."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[2]
+    block_table, is_hidden = reference.within_window(block_table, context_lens, rule.window, kv.shape[3])
     keys, values = _gather(kv, block_table)
-    queries = (q.float() * head_dim**-0.5).view(num_seqs * num_kv_heads, -1, head_dim)
+    queries = (q.float() * rule.scale).view(num_seqs * num_kv_heads, -1, head_dim)
     scores = torch.bmm(queries, keys.transpose(1, 2)).view(num_seqs, num_heads, -1)
-    is_outside = torch.arange(scores.shape[-1]) >= context_lens.view(-1, 1, 1)
-    probs = scores.masked_fill_(is_outside, -torch.inf).softmax(dim=-1)
+    scores = reference.soft_cap(scores, rule.cap)
+    probs = scores.masked_fill_(is_hidden[:, None], -torch.inf).softmax(dim=-1)
     mixed = torch.bmm(probs.view(num_seqs * num_kv_heads, -1, scores.shape[-1]), values)
     return mixed.view(num_seqs, num_heads, head_dim).to(kv.dtype)
 
 
-def prefill_attention(q: Tensor, kv: Tensor, block_ids: Tensor, start: int) -> Tensor:
+def prefill_attention(q: Tensor, kv: Tensor, block_ids: Tensor, start: int, rule: AttentionRule) -> Tensor:
     """As reference.prefill_attention."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[2]
+    block_ids, start = reference.from_window(block_ids, start, rule.window, kv.shape[3])
     keys, values = _gather(kv, block_ids[None])
-    queries = (q.float() * head_dim**-0.5).view(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    queries = (q.float() * rule.scale).view(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=kv.dtype)
     for low in range(0, num_tokens, MAX_QUERY_ROWS):
         high = min(low + MAX_QUERY_ROWS, num_tokens)
-        mixed = reference.causal(queries[:, :, low:high], keys, values, start + low)
+        mixed = reference.causal(queries[:, :, low:high], keys, values, start + low, rule)
         out[low:high].view(high - low, num_kv_heads, -1, head_dim).copy_(mixed.permute(2, 0, 1, 3))
     return out
 

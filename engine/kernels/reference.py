@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.spec import AttentionRule
 from engine.weights import Linear
 
 MAX_QUERY_ROWS = 256
@@ -35,6 +36,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
 
+def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of each head: x [T, heads, D], weight [heads, D] float32 -> [T, heads, D] float32."""
+    return F.rms_norm(x.float(), x.shape[-1:], None, eps) * weight
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, heads, D], cos and sin [T, 1, D / 2] float32 -> [T, heads, D] float32; halves as in Hugging Face Llama."""
     low, high = x.float().chunk(2, dim=-1)
@@ -47,13 +53,32 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def geglu(gate_up: Tensor) -> Tensor:
+    """[T, 2 * inner] -> gelu(first half) * second half, [T, inner] float32; GELU by its tanh form."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def soft_cap(scores: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(scores / cap), which stays within the cap; `scores` as they are without one."""
+    return scores if cap is None else torch.tanh(scores / cap) * cap
+
+
+def route(router_logits: Tensor, num_chosen: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
+    """[T, E] -> probabilities float32 and numbers of each token's experts, [T, num_chosen] both, best first."""
+    probs, chosen = router_logits.float().softmax(dim=-1).topk(num_chosen, dim=-1)
+    return (probs / probs.sum(dim=-1, keepdim=True) if is_normalized else probs), chosen
+
+
 def write_kv(kv: Tensor, k: Tensor, v: Tensor, block_ids: Tensor, slots: Tensor) -> None:
     """k, v [T, K, D] into kv [N, 2, K, S, D] at (block_ids [T], slots [T])."""
     kv[block_ids, 0, :, slots] = k.to(kv.dtype)
     kv[block_ids, 1, :, slots] = v.to(kv.dtype)
 
 
-def paged_attention(q: Tensor, kv: Tensor, block_table: Tensor, context_lens: Tensor) -> Tensor:
+def paged_attention(
+    q: Tensor, kv: Tensor, block_table: Tensor, context_lens: Tensor, rule: AttentionRule
+) -> Tensor:
     """Decode attention: q [B, H, D], kv [N, 2, K, S, D], block_table [B, M], context_lens [B] -> [B, H, D]
     in kv's dtype.
 
@@ -62,17 +87,34 @@ def paged_attention(q: Tensor, kv: Tensor, block_table: Tensor, context_lens: Te
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, num_slots = kv.shape[2], kv.shape[3]
     group = num_heads // num_kv_heads
+    block_table, is_hidden = within_window(block_table, context_lens, rule.window, num_slots)
     keys = kv[:, 0][block_table].float()  # [B, M, K, S, D]
     values = kv[:, 1][block_table].float()
-    queries = q.float().view(num_seqs, 1, num_kv_heads, group, head_dim) * head_dim**-0.5
-    scores = (queries @ keys.transpose(-1, -2)).permute(0, 2, 3, 1, 4)  # [B, K, G, M, S]
+    queries = q.float().view(num_seqs, 1, num_kv_heads, group, head_dim) * rule.scale
+    scores = soft_cap(queries @ keys.transpose(-1, -2), rule.cap).permute(0, 2, 3, 1, 4)  # [B, K, G, M, S]
     scores = scores.reshape(num_seqs, num_kv_heads, group, -1)
-    positions = torch.arange(scores.shape[-1], device=q.device)
-    is_outside = positions >= context_lens.view(-1, 1, 1, 1)
-    probs = scores.masked_fill(is_outside, -torch.inf).softmax(dim=-1)
+    probs = scores.masked_fill(is_hidden.view(num_seqs, 1, 1, -1), -torch.inf).softmax(dim=-1)
     probs = probs.view(num_seqs, num_kv_heads, group, -1, num_slots).permute(0, 3, 1, 2, 4)
     mixed: Tensor = (probs @ values).sum(dim=1)  # [B, K, G, D]
     return mixed.reshape(num_seqs, num_heads, head_dim).to(kv.dtype)
+
+
+def within_window(
+    block_table: Tensor, context_lens: Tensor, window: int | None, num_slots: int
+) -> tuple[Tensor, Tensor]:
+    """The part [B, W] of block_table [B, M] that the window of each sequence's last position touches, and which of its
+    slots [B, W * S] that position does not see."""
+    num_blocks = block_table.shape[1]
+    lens = context_lens[:, None]
+    if window is None or window >= num_blocks * num_slots:
+        return block_table, torch.arange(num_blocks * num_slots, device=lens.device) >= lens
+    first = (lens - window).clamp(min=0) // num_slots
+    width = min(num_blocks, (window + num_slots - 2) // num_slots + 1)
+    columns = first + torch.arange(width, device=lens.device)
+    positions = first * num_slots + torch.arange(width * num_slots, device=lens.device)
+    # Columns past the table repeat its last one; their positions lie past the context.
+    part = block_table.gather(1, columns.clamp(max=num_blocks - 1))
+    return part, (positions >= lens) | (positions < lens - window)
 
 
 def logits(x: Tensor, head: Linear) -> Tensor:
@@ -94,37 +136,49 @@ def refined_logits(rounded: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return rounded.float().scatter_(1, best, exact)
 
 
-def prefill_attention(q: Tensor, kv: Tensor, block_ids: Tensor, start: int) -> Tensor:
+def prefill_attention(q: Tensor, kv: Tensor, block_ids: Tensor, start: int, rule: AttentionRule) -> Tensor:
     """Causal attention of a chunk: q [T, H, D] at positions start … start + T - 1, kv [N, 2, K, S, D] that already
     holds their keys, block_ids [M] of the one sequence -> [T, H, D] in kv's dtype."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[2]
     group = num_heads // num_kv_heads
+    block_ids, start = from_window(block_ids, start, rule.window, kv.shape[3])
     # [K, M * S, D]
     keys = kv[:, 0][block_ids].transpose(0, 1).reshape(num_kv_heads, -1, head_dim).float()
     values = kv[:, 1][block_ids].transpose(0, 1).reshape(num_kv_heads, -1, head_dim).float()
-    queries = q.float().view(num_tokens, num_kv_heads, group, head_dim).permute(1, 2, 0, 3) * head_dim**-0.5
+    queries = q.float().view(num_tokens, num_kv_heads, group, head_dim).permute(1, 2, 0, 3) * rule.scale
     parts = [
-        causal(queries[:, :, low : low + MAX_QUERY_ROWS], keys, values, start + low)
+        causal(queries[:, :, low : low + MAX_QUERY_ROWS], keys, values, start + low, rule)
         for low in range(0, num_tokens, MAX_QUERY_ROWS)
     ]
     mixed = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]  # [K, G, T, D]
     return mixed.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim).to(kv.dtype)
 
 
-def causal(queries: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
-    """queries [K, G, R, D] from position `start` on, keys and values [K, C, D] -> [K, G, R, D]."""
+def from_window(block_ids: Tensor, start: int, window: int | None, num_slots: int) -> tuple[Tensor, int]:
+    """block_ids [M] without the blocks that no query from `start` on sees, and `start` counted from the first kept."""
+    num_hidden = 0 if window is None else max(0, start - window + 1) // num_slots
+    return block_ids[num_hidden:], start - num_hidden * num_slots
+
+
+def causal(queries: Tensor, keys: Tensor, values: Tensor, start: int, rule: AttentionRule) -> Tensor:
+    """queries [K, G, R, D], scaled, from position `start` on, keys and values [K, C, D] -> [K, G, R, D]."""
     num_kv_heads, group, rows, head_dim = queries.shape
-    end = start + rows
-    scores = queries.reshape(num_kv_heads, group * rows, head_dim) @ keys[:, :end].transpose(1, 2)
-    scores = scores.view(num_kv_heads, group, rows, end)
+    begin, end = 0 if rule.window is None else max(0, start - rule.window + 1), start + rows
+    scores = queries.reshape(num_kv_heads, group * rows, head_dim) @ keys[:, begin:end].transpose(1, 2)
+    scores = soft_cap(scores, rule.cap).view(num_kv_heads, group, rows, end - begin)
     is_future = torch.ones(rows, rows, dtype=torch.bool, device=queries.device).triu(1)
-    scores[..., start:].masked_fill_(is_future, -torch.inf)
-    probs = scores.softmax(dim=-1).view(num_kv_heads, group * rows, end)
-    return (probs @ values[:, :end]).view(num_kv_heads, group, rows, head_dim)
+    scores[..., start - begin :].masked_fill_(is_future, -torch.inf)
+    if rule.window is not None and end - begin > rule.window:
+        is_past = torch.ones(rows, end - begin, dtype=torch.bool, device=queries.device)
+        scores.masked_fill_(is_past.tril(start - begin - rule.window), -torch.inf)
+    probs = scores.softmax(dim=-1).view(num_kv_heads, group * rows, end - begin)
+    return (probs @ values[:, begin:end]).view(num_kv_heads, group, rows, head_dim)
 
 
-def rope_table(positions: Sequence[int] | Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, D / 2] float32 for positions [T] and inv_freq [D / 2]."""
+def rope_table(
+    positions: Sequence[int] | Tensor, inv_freq: Tensor, magnitude: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, 1, D / 2] float32, times `magnitude`, for positions [T] and inv_freq [D / 2]."""
     angles = torch.as_tensor(positions, dtype=torch.float32, device=inv_freq.device)[:, None] * inv_freq
-    return angles.cos()[:, None], angles.sin()[:, None]
+    return angles.cos()[:, None] * magnitude, angles.sin()[:, None] * magnitude

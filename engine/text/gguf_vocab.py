@@ -1,8 +1,12 @@
 """The tokenizer that a GGUF file describes, as a `tokenizers.Tokenizer`.
 
 A GGUF holds pieces, merges or scores, token types and the name of a pre-tokenizer; the rules behind that name
-are not in the file. The names known here are those of the Llama family; any other is refused by name rather
-than guessed.
+are not in the file. The names known here are those of the model families that the engine serves; any other is
+refused by name rather than guessed.
+
+Where a file leaves something open, it is read as `transformers` reads it: text is not normalized (Qwen's own
+tokenizer.json would compose it first), and SentencePiece's leading space stands before the first piece of text
+only, not behind each special token.
 """
 
 from __future__ import annotations
@@ -24,6 +28,11 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3 = (
     _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
@@ -78,11 +87,8 @@ def _byte_level(meta: dict[str, Any], pieces: list[str]) -> Tokenizer:
         raise ConfigError(f"tokenizer.ggml.pre: expected one of {known} but got {name!r}")
     merges = [tuple(merge.split(" ", 1)) for merge in meta.get("tokenizer.ggml.merges") or ()]
     vocab = {piece: i for i, piece in enumerate(pieces)}
-    # Llama 3 takes a whole word that is in the vocabulary before it looks at merges.
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=name in _LLAMA3_NAMES))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=name in _WHOLE_WORDS_FIRST))
     tokenizer.pre_tokenizer = rules()
-    if name == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -105,12 +111,16 @@ def _split(pattern: str) -> Callable[[], Any]:
 
 
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
+# These take a whole word that is in the vocabulary before they look at merges.
+_WHOLE_WORDS_FIRST = (*_LLAMA3_NAMES, "tekken")
 _PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
     "default": _gpt2,
     "gpt-2": _gpt2,
     "gpt2": _gpt2,
     "smollm": _single_digits,
     "qwen2": _split(_QWEN2),
+    "deepseek-r1-qwen": _split(_QWEN2),
+    "tekken": _split(_TEKKEN),
     **dict.fromkeys(_LLAMA3_NAMES, _split(_LLAMA3)),
 }
 
@@ -134,28 +144,44 @@ def _sentencepiece(meta: dict[str, Any], pieces: list[str]) -> Tokenizer:
             byte_fallback=True,
         )
     )
-    prefix = [normalizers.Prepend("▁")] if meta.get("tokenizer.ggml.add_space_prefix", True) else []
-    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
+    has_prefix = bool(meta.get("tokenizer.ggml.add_space_prefix", True))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+    if has_prefix:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer
 
 
 def _merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every way to build a piece from two others, best score first; ties keep the order of the vocabulary."""
-    found: list[tuple[float, int, int, tuple[str, str]]] = []
+    """Every way to build a piece from two others, best score first; of one piece the longest left part first.
+
+    These are the ties of `transformers`, whose tokenizers this has to equal.
+    """
+    found: list[tuple[float, int, tuple[str, str]]] = []
     for piece, i in vocab.items():
         for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in vocab and right in vocab:
-                found.append((-scores[i], vocab[left], vocab[right], (left, right)))
-    found.sort(key=lambda item: item[:3])
-    return [item[3] for item in found]
+            if (left := piece[:cut]) in vocab and (right := piece[cut:]) in vocab:
+                found.append((-scores[i], -cut, (left, right)))
+    found.sort(key=lambda item: item[:2])
+    return [item[2] for item in found]
 
 
 def _add_tokens(tokenizer: Tokenizer, pieces: list[str], types: list[int] | None) -> None:
+    """Pieces that are matched whole in the text: control tokens, and those the model's makers defined.
+
+    A piece that the vocabulary spells otherwise (Gemma's runs of spaces) is left to the merges: added under this
+    spelling it would get an id of its own, past the end of the model's.
+    """
+    special: list[AddedToken] = []
+    plain: list[AddedToken] = []
     for i, kind in enumerate(types or ()):
-        if kind in (_UNKNOWN, _CONTROL):
-            tokenizer.add_special_tokens([AddedToken(pieces[i], normalized=False, special=True)])
-        elif kind == _USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(pieces[i], normalized=False, special=False)])
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and tokenizer.token_to_id(pieces[i]) == i:
+            is_special = kind != _USER_DEFINED
+            token = AddedToken(pieces[i], normalized=False, special=is_special)
+            (special if is_special else plain).append(token)
+    # NOTE: all at once; each call builds the matcher of all added tokens anew, and Gemma has six thousand.
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(plain)

@@ -50,7 +50,7 @@ class TextModel:
         self.template = template
         self.sampling_defaults = sampling_defaults or {}
         source = tokenizer.to_str()
-        self._bytes, self._strips_space = _byte_table(tokenizer, json.loads(source))
+        self._bytes, self._strips_space = _byte_table(tokenizer)
         self.special_ids = frozenset(i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special)
         self.max_token_bytes = max(map(len, self._bytes), default=1)
         digest = hashlib.sha256(source.encode())
@@ -190,9 +190,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _byte_table(tokenizer: Tokenizer, source: dict[str, Any]) -> tuple[list[bytes], bool]:
+def _byte_table(tokenizer: Tokenizer) -> tuple[list[bytes], bool]:
     """(bytes of each id, whether decoding drops one leading space), by the kind of the decoder."""
-    decoder = source.get("decoder") or {}
+    # NOTE: the decoder's own state; the whole tokenizer's is tens of megabytes of JSON, seconds to read.
+    decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {}
     steps = {step["type"]: step for step in decoder.get("decoders", [decoder]) if "type" in step}
     kinds = steps.keys()
     if "ByteLevel" in kinds:
@@ -205,11 +206,14 @@ def _byte_table(tokenizer: Tokenizer, source: dict[str, Any]) -> tuple[list[byte
             f"tokenizer decoder: expected ByteLevel, ByteFallback or Metaspace but got {sorted(kinds)}"
         )
     added = tokenizer.get_added_tokens_decoder()
-    table = [b""] * (max(max(tokenizer.get_vocab(True).values(), default=-1), *added, -1) + 1)
-    for piece, i in tokenizer.get_vocab(with_added_tokens=False).items():
-        table[i] = convert(piece)
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    table = [b""] * (max(max(vocab.values(), default=-1), *added, -1) + 1)
+    for piece, i in vocab.items():
+        if i not in added:
+            table[i] = convert(piece)
     for i, token in added.items():
-        table[i] = token.content.encode()
+        # The decoder's steps hold for added tokens too: Gemma adds its runs of spaces, spelt with SentencePiece's mark.
+        table[i] = convert(token.content) if convert is _sentencepiece_bytes else token.content.encode()
     return table, strips
 
 

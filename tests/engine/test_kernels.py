@@ -9,9 +9,20 @@ from torch import Tensor
 
 from engine.kernels import cpu, reference
 from engine.model import Kernels
+from engine.spec import AttentionRule
 from engine.weights import Linear
 
 H, K, D, S, L, N = 6, 2, 16, 4, 3, 12
+PLAIN = AttentionRule(scale=D**-0.5)
+RULES = {
+    "plain": PLAIN,
+    "window of one": AttentionRule(D**-0.5, window=1),
+    "short window": AttentionRule(D**-0.5, window=5),
+    "whole blocks": AttentionRule(D**-0.5, window=8),
+    "window past the context": AttentionRule(D**-0.5, window=50),
+    "cap": AttentionRule(0.4, cap=1.5),
+    "window and cap": AttentionRule(0.3, window=6, cap=2.0),
+}
 
 
 def make_layer(dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -20,54 +31,73 @@ def make_layer(dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(N, L, 2, K, S, D).to(dtype)[:, 1]
 
 
-def textbook(q: Tensor, kv: Tensor, block_ids: list[int], num_context: int) -> Tensor:
+def textbook(q: Tensor, kv: Tensor, block_ids: list[int], num_context: int, rule: AttentionRule) -> Tensor:
     """q [T, H, D] are the last T of `num_context` positions."""
     keys, values = (
         kv[block_ids, side].transpose(0, 1).reshape(K, -1, D)[:, :num_context].float() for side in (0, 1)
     )
-    group = H // K
-    is_seen = torch.ones(len(q), num_context, dtype=torch.bool).tril(num_context - len(q))
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1).float(),
-        keys.repeat_interleave(group, 0),
-        values.repeat_interleave(group, 0),
-        attn_mask=is_seen,
-    )
-    return out.transpose(0, 1).to(kv.dtype)
+    keys, values = keys.repeat_interleave(H // K, 0), values.repeat_interleave(H // K, 0)
+    scores = q.transpose(0, 1).float() @ keys.transpose(1, 2) * rule.scale
+    if rule.cap is not None:
+        scores = rule.cap * torch.tanh(scores / rule.cap)
+    at, of = torch.arange(num_context - len(q), num_context)[:, None], torch.arange(num_context)
+    is_seen = (of <= at) & (of > at - (rule.window or num_context))
+    probs = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+    return (probs @ values).transpose(0, 1).to(kv.dtype)
 
 
 @pytest.mark.parametrize("kernels", [reference, cpu])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_paged_attention_is_attention_over_each_context(kernels: Kernels, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_paged_attention_is_attention_over_each_context(
+    kernels: Kernels, dtype: torch.dtype, rule: AttentionRule
+) -> None:
     kv = make_layer(dtype)
     table = torch.tensor([[3, 1, 7], [5, 0, 0], [2, 9, 0]])
     lens = torch.tensor([11, 1, 8])
     q = torch.randn(3, H, D)
-    out = kernels.paged_attention(q, kv, table, lens)
+    out = kernels.paged_attention(q, kv, table, lens, rule)
     for row in range(3):
-        expected = textbook(q[row : row + 1], kv, table[row].tolist(), int(lens[row]))
+        expected = textbook(q[row : row + 1], kv, table[row].tolist(), int(lens[row]), rule)
         rtol = 1e-2 if dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(out[row : row + 1], expected, rtol=rtol, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernels", [reference, cpu])
 @pytest.mark.parametrize(("start", "num_tokens"), [(0, 7), (5, 4), (0, 40), (8, 32)])
-def test_prefill_attention_is_causal_over_the_past(kernels: Kernels, start: int, num_tokens: int) -> None:
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_prefill_attention_is_causal_over_the_past(
+    kernels: Kernels, start: int, num_tokens: int, rule: AttentionRule
+) -> None:
     kv = make_layer()
     block_ids = torch.tensor([4, 11, 0, 9, 1, 2, 3, 5, 6, 7])[: -(-(start + num_tokens) // S)]
     q = torch.randn(num_tokens, H, D)
-    out = kernels.prefill_attention(q, kv, block_ids, start)
-    torch.testing.assert_close(
-        out, textbook(q, kv, block_ids.tolist(), start + num_tokens), rtol=1e-5, atol=1e-5
-    )
+    out = kernels.prefill_attention(q, kv, block_ids, start, rule)
+    expected = textbook(q, kv, block_ids.tolist(), start + num_tokens, rule)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("module", [reference, cpu])
-def test_query_tiles_do_not_change_prefill(module: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_query_tiles_do_not_change_prefill(
+    module: Kernels, rule: AttentionRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kv, q, block_ids = make_layer(), torch.randn(30, H, D), torch.arange(9)
-    whole = module.prefill_attention(q, kv, block_ids, 3)
+    whole = module.prefill_attention(q, kv, block_ids, 3, rule)
     monkeypatch.setattr(module, "MAX_QUERY_ROWS", 7)
-    torch.testing.assert_close(module.prefill_attention(q, kv, block_ids, 3), whole, rtol=1e-5, atol=1e-6)
+    tiled = module.prefill_attention(q, kv, block_ids, 3, rule)
+    torch.testing.assert_close(tiled, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernels", [reference, cpu])
+def test_blocks_behind_the_window_are_not_read(kernels: Kernels) -> None:
+    kv = make_layer()
+    kv[torch.tensor([4, 11])] = torch.nan  # positions 0 to 7
+    rule = AttentionRule(D**-0.5, window=3)
+    table = torch.tensor([4, 11, 0, 9])
+    assert kernels.prefill_attention(torch.randn(5, H, D), kv, table, 10, rule).isfinite().all()
+    lens = torch.tensor([11])
+    assert kernels.paged_attention(torch.randn(1, H, D), kv, table[None], lens, rule).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -152,3 +182,28 @@ def test_rms_norm_has_unit_mean_square_before_its_weight() -> None:
 def test_swiglu_gates_the_second_half() -> None:
     out = reference.swiglu(torch.tensor([[0.0, 1.0, 7.0, 3.0]]))
     torch.testing.assert_close(out, torch.tensor([[0.0, 3.0 / (1 + torch.tensor(-1.0).exp().item())]]))
+
+
+def test_geglu_gates_with_the_tanh_gelu() -> None:
+    gate = torch.tensor([0.5, -1.0])
+    cubic = 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
+    out = reference.geglu(torch.cat((gate, torch.tensor([7.0, 3.0])))[None])
+    torch.testing.assert_close(out[0], cubic * torch.tensor([7.0, 3.0]))
+
+
+def test_each_head_is_normed_alone() -> None:
+    x = torch.randn(4, 3, D) * torch.tensor([1.0, 10.0, 100.0])[:, None]
+    weight = torch.tensor([1.0, 2.0, 3.0])[:, None].expand(3, D)
+    normed = reference.head_norm(x, weight, 1e-6)
+    torch.testing.assert_close(
+        normed.pow(2).mean(-1), torch.tensor([1.0, 4.0, 9.0]).expand(4, 3), rtol=1e-4, atol=0
+    )
+
+
+def test_routing_takes_the_best_and_normalizes_if_asked() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0]])
+    probs, chosen = reference.route(logits, 2, False)
+    assert chosen.tolist() == [[1, 2]]
+    torch.testing.assert_close(probs, logits.softmax(-1)[:, [1, 2]])
+    normalized, _ = reference.route(logits, 2, True)
+    torch.testing.assert_close(normalized.sum(-1), torch.ones(1))

@@ -7,8 +7,10 @@ import pytest
 
 from contracts.errors import ConfigError
 from engine.gguf_file import GgufFile, GgufTensor
-from engine.spec import FactorRope, LinearRope, Llama3Rope, spec_from_gguf, spec_from_hf
-from tests.engine.tiny_models import LLAMA3_ROPE, make_config
+from engine.spec import Experts, FactorRope, LayerSpec, LinearRope, Llama3Rope, Rope, YarnRope
+from engine.spec_gguf import spec_from_gguf
+from engine.spec_hf import spec_from_hf
+from tests.engine.tiny_models import LLAMA3_ROPE, family_config, make_config
 
 
 def make_gguf(**changes: Any) -> GgufFile:
@@ -29,6 +31,10 @@ def make_gguf(**changes: Any) -> GgufFile:
     )
 
 
+FEW_TYPES = family_config("gemma3", num_hidden_layers=2, layer_types=["full_attention"])
+MOE = family_config("qwen3moe")
+
+
 def test_hf_config_gives_every_number() -> None:
     spec = spec_from_hf(make_config())
     assert (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (
@@ -39,8 +45,9 @@ def test_hf_config_gives_every_number() -> None:
         16,
     )
     assert (spec.intermediate_size, spec.vocab_size, spec.max_position) == (64, 96, 256)
-    assert (spec.rope_theta, spec.rope_scaling, spec.norm_eps) == (10000.0, None, 1e-5)
-    assert (spec.tie_embeddings, spec.attention_bias, spec.mlp_bias) == (False, False, False)
+    assert spec.layers == (LayerSpec(Rope(10000.0)),) * 2
+    assert (spec.norm_eps, spec.attention_scale, spec.embedding_scale) == (1e-5, 0.25, 1.0)
+    assert (spec.tie_embeddings, spec.qkv_bias, spec.out_bias, spec.mlp_bias) == (False, False, False, False)
     assert (spec.bos_token_id, spec.eos_token_ids) == (1, (2,))
 
 
@@ -60,12 +67,59 @@ def test_mistral_without_a_sliding_window_is_a_llama() -> None:
 
 def test_rope_scaling_is_read_in_both_spellings() -> None:
     llama3 = Llama3Rope(8.0, 1.0, 4.0, 32)
-    assert spec_from_hf(make_config(rope_scaling=LLAMA3_ROPE)).rope_scaling == llama3
+    assert spec_from_hf(make_config(rope_scaling=LLAMA3_ROPE)).layers[0].rope == Rope(1e4, llama3)
     newer = spec_from_hf(make_config(rope_theta=None, rope_parameters={**LLAMA3_ROPE, "rope_theta": 5e5}))
-    assert (newer.rope_theta, newer.rope_scaling) == (5e5, llama3)
-    assert spec_from_hf(make_config(rope_scaling={"type": "linear", "factor": 2})).rope_scaling == LinearRope(
-        2.0
+    assert newer.layers[0].rope == Rope(5e5, llama3)
+    older = spec_from_hf(make_config(rope_scaling={"type": "linear", "factor": 2}))
+    assert older.layers[0].rope == Rope(1e4, LinearRope(2.0))
+
+
+def test_dynamic_rope_is_plain_within_the_context() -> None:
+    dynamic = spec_from_hf(make_config(rope_scaling={"type": "dynamic", "factor": 2}))
+    assert dynamic == spec_from_hf(make_config())
+
+
+def test_yarn_reaches_past_the_context_it_was_trained_on() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    spec = spec_from_hf(make_config(rope_scaling=yarn))
+    assert spec.layers[0].rope.scaling == YarnRope(4.0, 256, pytest.approx(1.1386294))
+    assert spec.max_position == 1024
+
+
+def test_gemma_alternates_windows_and_ropes_in_both_spellings() -> None:
+    newer = spec_from_hf(family_config("gemma3"))
+    older = spec_from_hf(
+        family_config(
+            "gemma3", rope_parameters=None, rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=6
+        )
     )
+    assert newer == older
+    local, everything = LayerSpec(Rope(1e4), 24), LayerSpec(Rope(1e6))
+    assert newer.layers == (*[local] * 5, everything, local)
+    assert newer.embedding_scale == pytest.approx(48**0.5)
+
+
+def test_layer_types_say_which_layers_slide() -> None:
+    kinds = ["full_attention", "sliding_attention"]
+    config = family_config("qwen2", use_sliding_window=True, sliding_window=8, layer_types=kinds)
+    assert [layer.window for layer in spec_from_hf(config).layers] == [None, 8]
+    assert [layer.window for layer in spec_from_hf(config | {"use_sliding_window": False}).layers] == [
+        None
+    ] * 2
+
+
+def test_a_window_that_is_left_out_is_that_of_the_library() -> None:
+    config = family_config("mistral")
+    del config["sliding_window"]
+    assert spec_from_hf(config).layers[0].window == 4096
+
+
+def test_some_layers_of_a_mixture_may_be_dense() -> None:
+    spec = spec_from_hf(family_config("qwen3moe", mlp_only_layers=[1], decoder_sparse_step=1))
+    assert [layer.is_sparse for layer in spec.layers] == [True, False, True]
+    assert spec.experts == Experts(6, 2, 32, True)
+    every_other = spec_from_hf(family_config("qwen3moe", decoder_sparse_step=2))
+    assert [layer.is_sparse for layer in every_other.layers] == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -80,11 +134,17 @@ def test_rope_scaling_is_read_in_both_spellings() -> None:
         ({"num_key_value_heads": 4}, "multiple of num_kv_heads=4"),
         ({"head_dim": 15}, "even head_dim"),
         ({"rms_norm_eps": float("nan")}, "norm_eps > 0"),
-        ({"hidden_act": "gelu"}, "hidden_act='silu'"),
+        ({"hidden_act": "gelu"}, "'hidden_act' to be 'silu' or 'gelu_pytorch_tanh' but got 'gelu'"),
         ({"sliding_window": 4096}, "no sliding_window"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=1"),
+        ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' to be 1 but got 0.5"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "default, linear or llama3 but got 'yarn'"),
+        (
+            {"rope_scaling": {"rope_type": "longrope"}},
+            "default, linear, llama3, yarn, dynamic but got 'longrope'",
+        ),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope factor > 0"),
+        (FEW_TYPES, "'layer_types' to be 2 times .* but got"),
+        ({**MOE, "num_experts_per_tok": 9}, "at most num_experts=6 experts per token but got 9"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'factor' but it is missing"),
         ({"rope_scaling": [1]}, "to be an object"),
         ({"eos_token_id": "</s>"}, "token ids"),
@@ -105,13 +165,13 @@ def test_gguf_header_gives_every_number() -> None:
         8,
     )
     assert (spec.intermediate_size, spec.vocab_size, spec.max_position) == (64, 96, 128)
-    assert (spec.rope_theta, spec.rope_scaling, spec.tie_embeddings) == (10000.0, None, True)
+    assert (spec.layers[0].rope, spec.tie_embeddings) == (Rope(10000.0), True)
     assert (spec.bos_token_id, spec.eos_token_ids) == (1, (2, 9))
 
 
 def test_gguf_rope_factors_win_over_the_header() -> None:
     factors = (1.0, 1.0, 2.0, 8.0)
-    assert spec_from_gguf(make_gguf(), factors).rope_scaling == FactorRope(factors)
+    assert spec_from_gguf(make_gguf(), factors).layers[0].rope.scaling == FactorRope(factors)
     with pytest.raises(ConfigError, match="expected 4 rope factors but got 1"):
         spec_from_gguf(make_gguf(), (1.0,))
 
@@ -120,9 +180,9 @@ def test_gguf_rope_factors_win_over_the_header() -> None:
     ("changes", "message"),
     [
         ({"general__architecture": "mamba"}, "'llama'.*got 'mamba'"),
-        ({"llama__expert_count": 8}, "dense model but got 8 experts"),
-        ({"llama__rope__dimension_count": 4}, "rope.dimension_count=8 but got 4"),
-        ({"llama__rope__scaling__type": "yarn"}, "none or linear but got 'yarn'"),
+        ({"llama__expert_count": 8}, "'llama.expert_used_count' but it is missing"),
+        ({"llama__rope__dimension_count": 4}, "'llama.rope.dimension_count' to be 8 but got 4"),
+        ({"llama__rope__scaling__type": "longrope"}, "none, linear, yarn but got 'longrope'"),
         ({"llama__block_count": None}, "'llama.block_count' but it is missing"),
     ],
 )

@@ -20,7 +20,7 @@ def all_tensors(model: LoadedModel) -> list[torch.Tensor]:
     tensors = [weights.embedding, weights.final_norm]
     for layer in weights.layers:
         tensors += [layer.attention_norm, layer.mlp_norm]
-        for linear in (layer.qkv, layer.out, layer.gate_up, layer.down, weights.lm_head):
+        for linear in (*layer.matrices, weights.lm_head):
             assert linear.weight is not None
             tensors += [linear.weight] if linear.bias is None else [linear.weight, linear.bias]
     return tensors

@@ -1,9 +1,9 @@
-"""Random Llama checkpoints of a few thousand weights, as a Hugging Face directory or a GGUF file, and their oracle."""
+"""Random checkpoints of a few thousand weights, as a Hugging Face directory or a GGUF file, and their oracle."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import gguf
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from engine.kv import KvSlab
 from engine.model import Model
@@ -50,31 +50,79 @@ def make_config(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def make_oracle(config: dict[str, Any], seed: int = 0) -> LlamaForCausalLM:
+def family_config(family: str, **changes: Any) -> dict[str, Any]:
+    """As `make_config`, for one of FAMILIES."""
+    return make_config() | FAMILIES[family] | changes
+
+
+_MOE = {"num_experts_per_tok": 2, "num_hidden_layers": 3, "intermediate_size": 32}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 24},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "head_dim": None},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "num_hidden_layers": 7,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 24,
+        "tie_word_embeddings": True,
+        "rope_theta": None,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    },
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 5,
+        "sliding_window": None,
+        **_MOE,
+    },
+    "qwen3moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 6,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 32,
+        **_MOE,
+    },
+}
+
+
+def make_oracle(config: dict[str, Any], seed: int = 0) -> PreTrainedModel:
     """transformers' model of `config` with random weights: norms and biases too, so that none can be forgotten."""
     torch.manual_seed(seed)
-    oracle = LlamaForCausalLM(LlamaConfig(**config)).eval()
+    given = {name: value for name, value in config.items() if name not in ("model_type", "architectures")}
+    if given.get("head_dim") is None:  # some families compute it only if the field is absent
+        given.pop("head_dim", None)
+    oracle = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **given)).eval()
+    norm_mean = 0.0 if config["model_type"].startswith("gemma") else 1.0  # Gemma stores the distance from one
     with torch.no_grad():
         for name, parameter in oracle.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+            parameter.normal_(norm_mean if "norm" in name else 0.0, 0.2)
     return oracle
 
 
-def oracle_logits(oracle: LlamaForCausalLM, token_ids: Sequence[int]) -> Tensor:
+def oracle_logits(oracle: PreTrainedModel, token_ids: Sequence[int], **options: Any) -> Tensor:
     """[T, V] after each token."""
     with torch.no_grad():
-        logits: Tensor = oracle(torch.tensor([list(token_ids)])).logits[0]
+        logits: Tensor = oracle(torch.tensor([list(token_ids)]), **options).logits[0]
     return logits
 
 
-def write_hf(directory: Path, config: dict[str, Any], oracle: LlamaForCausalLM) -> Path:
+def write_hf(directory: Path, config: dict[str, Any], oracle: PreTrainedModel) -> Path:
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     save_file(checkpoint_tensors(oracle), directory / "model.safetensors")
     return directory
 
 
-def checkpoint_tensors(oracle: LlamaForCausalLM) -> dict[str, Tensor]:
+def checkpoint_tensors(oracle: PreTrainedModel) -> dict[str, Tensor]:
     """By Hugging Face name; a tied head is not stored."""
     is_tied = oracle.config.tie_word_embeddings
     return {
@@ -84,30 +132,34 @@ def checkpoint_tensors(oracle: LlamaForCausalLM) -> dict[str, Tensor]:
     }
 
 
-def write_gguf(path: Path, oracle: LlamaForCausalLM, quantization: str = "F32") -> Path:
+_GGUF_ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
+}
+
+
+def write_gguf(path: Path, oracle: PreTrainedModel, quantization: str = "F32") -> Path:
     """`quantization` applies to matrices. A llama3-scaled rope is written as GGUF does: one factor per frequency."""
     config = oracle.config
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_array("tokenizer.ggml.tokens", [f"piece {i}" for i in range(config.vocab_size)])
-    writer.add_array("tokenizer.ggml.scores", [0.5 * i for i in range(config.vocab_size)])
-    if config.rope_parameters["rope_type"] == "llama3":
+    architecture = _GGUF_ARCHITECTURES[config.model_type]
+    writer = gguf.GGUFWriter(path, architecture)
+    _add_header(writer, config)
+    rope = config.rope_parameters
+    if rope.get("rope_type") == "llama3":
         exponents = torch.arange(0, config.head_dim, 2) / config.head_dim
-        unscaled = config.rope_parameters["rope_theta"] ** -exponents
+        unscaled = rope["rope_theta"] ** -exponents
         writer.add_tensor("rope_freqs.weight", (unscaled / oracle.model.rotary_emb.inv_freq).numpy())
-    for name, tensor in checkpoint_tensors(oracle).items():
-        _add_tensor(writer, name, tensor, config, quantization)
+    number = {short: number for number, short in gguf.MODEL_ARCH_NAMES.items()}[architecture]
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    for hf_name, tensor in _split_experts(checkpoint_tensors(oracle)):
+        name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+        assert name is not None, hf_name
+        _add_tensor(writer, name, _as_stored(tensor, name, architecture, config), quantization)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -115,33 +167,65 @@ def write_gguf(path: Path, oracle: LlamaForCausalLM, quantization: str = "F32") 
     return path
 
 
-_GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "model.layers.": "blk.",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+def _add_header(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+        writer.add_rope_dimension_count(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    if getattr(config, "final_logit_softcapping", None):
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if (num_experts := getattr(config, "num_local_experts", None)) is not None:
+        writer.add_expert_count(num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_array("tokenizer.ggml.tokens", [f"piece {i}" for i in range(config.vocab_size)])
+    writer.add_array("tokenizer.ggml.scores", [0.5 * i for i in range(config.vocab_size)])
 
 
-def _add_tensor(
-    writer: gguf.GGUFWriter, name: str, tensor: Tensor, config: LlamaConfig, quantization: str
-) -> None:
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for module, num_heads in heads.items():
-        if module in name:  # as llama.cpp's converter writes them: rotation pairs side by side
-            halves = tensor.view(num_heads, 2, -1, *tensor.shape[1:])
-            tensor = halves.transpose(1, 2).reshape(tensor.shape)
-    for hf, short in _GGUF_NAMES.items():
-        name = name.replace(hf, short)
+def _split_experts(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """GGUF keeps gate and up of all experts apart."""
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            stem = name.removesuffix("gate_up_proj")
+            gate, up = tensor.chunk(2, dim=1)
+            yield f"{stem}gate_proj.weight", gate
+            yield f"{stem}up_proj.weight", up
+        else:
+            yield f"{name}.weight" if name.endswith("experts.down_proj") else name, tensor
+
+
+def _as_stored(tensor: Tensor, name: str, architecture: str, config: PreTrainedConfig) -> Tensor:
+    """As llama.cpp's converter changes values on the way."""
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(
+        name.split(".")[-2]
+    )
+    if architecture == "llama" and heads is not None:  # rotation pairs side by side
+        halves = tensor.view(heads, 2, -1, *tensor.shape[1:])
+        return halves.transpose(1, 2).reshape(tensor.shape)
+    if architecture == "gemma3" and name.endswith("norm.weight"):
+        return tensor + 1
+    return tensor
+
+
+def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor, quantization: str) -> None:
     if tensor.ndim == 1 or quantization == "F32":
         writer.add_tensor(name, tensor.numpy().copy())
         return

@@ -1,0 +1,126 @@
+"""Whether a model fits into memory, asked before the first weight is read.
+
+    needed = weights + the matrix being packed + activations of one step + KV cache + what the libraries take
+
+Two workers that start at the same moment see the same free memory; each is right for itself alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from contracts.errors import ConfigError
+from engine.spec import ModelSpec
+from engine.tensor_names import largest_matrix, weight_bytes
+
+AvailableBytes = Callable[[torch.device], int | None]
+
+NUM_STEP_TOKENS = 1024
+"""Tokens of the largest step that is planned for."""
+NUM_STEP_LOGITS = 16
+"""Rows of logits of that step; each is a vocabulary of float32."""
+LIBRARY_BYTES = 64 << 20
+"""Scratch buffers of torch and oneDNN beyond tensors."""
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes, by what they are for."""
+
+    weights: int
+    packing: int
+    activations: int
+    kv_cache: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.packing + self.activations + self.kv_cache + LIBRARY_BYTES
+
+
+def need_of(spec: ModelSpec, dtype: torch.dtype, kv_bytes: int = 0) -> Need:
+    """What serving `spec` takes with weights of `dtype` and `kv_bytes` of KV cache."""
+    width = max(
+        2 * spec.intermediate_size,
+        (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim,
+        2 * spec.hidden_size,
+    )
+    logits = NUM_STEP_LOGITS * spec.vocab_size
+    return Need(
+        weights=weight_bytes(spec, dtype.itemsize),
+        # Packed for float32, or widened to it for each call where the CPU has no bfloat16 instructions.
+        packing=largest_matrix(spec) * torch.float32.itemsize,
+        activations=(NUM_STEP_TOKENS * 2 * width + logits) * torch.float32.itemsize,
+        kv_cache=kv_bytes,
+    )
+
+
+def check_fit(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, kv_bytes: int, available: AvailableBytes
+) -> None:
+    """Raises ConfigError saying what is needed, what there is, and what to try. Unknown free memory is no reason."""
+    need, free = need_of(spec, dtype, kv_bytes), available(device)
+    if free is None or need.total <= free:
+        return
+    working = need.total - need.weights - need.kv_cache
+    parts = f"weights {_size(need.weights)}, KV cache {_size(need.kv_cache)}, working memory {_size(working)}"
+    raise ConfigError(
+        f"the model does not fit: needs {_size(need.total)} ({parts}), {device.type} has {_size(free)}; "
+        f"try {_advice(dtype, need, free)}"
+    )
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Free memory of the device; for a CPU what the kernel can give without swapping, within the limit of a container.
+
+    None where neither is to be learnt.
+    """
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    known = [value for value in (_meminfo_bytes(_MEMINFO), _cgroup_bytes(_CGROUP)) if value is not None]
+    return min(known, default=None)
+
+
+def _advice(dtype: torch.dtype, need: Need, free: int) -> str:
+    tries: list[str] = []
+    without_kv = need.total - need.kv_cache
+    if need.kv_cache and without_kv < free:
+        tries.append(f"engine.kv_cache_bytes of {_size(free - without_kv)} or less")
+    if dtype == torch.float32:
+        halved = need.total - need.weights // 2
+        tries.append(f"model.dtype bfloat16 (needs {_size(halved)})")
+    return ", ".join([*tries, "a smaller model", "a machine with more memory"])
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.2f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / (1 << 20):.0f} MiB"
+
+
+def _meminfo_bytes(path: Path) -> int | None:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else None
+
+
+def _cgroup_bytes(folder: Path) -> int | None:
+    """What a container (cgroup v2) may still take: its limit less its use; file pages can be dropped."""
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+        stat = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return None
+    if limit == "max":
+        return None
+    droppable = sum(int(line.split()[1]) for line in stat if line.startswith("inactive_file "))
+    return max(0, int(limit) - used + droppable)
