@@ -14,6 +14,7 @@ sweep is for what neither can see: a machine that froze, a kill in the first mil
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -203,7 +204,11 @@ def _check_free(host: str, port: int) -> None:
                 f"HOST: expected an address of this machine but got {host!r}: {error.strerror}"
             ) from error
         except OSError as error:
-            raise PortBusyError(f"expected port {port} on {host} to be free but: {error.strerror}") from error
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise ConfigError(f"HOST: expected an address of this machine but got {host!r}") from error
+            raise PortBusyError(
+                f"expected port {port} on {host} to be free but: {error.strerror}; choose another PORT"
+            ) from error
 
 
 def _remove_leftovers(claim: Claim) -> bool:

@@ -27,6 +27,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,12 +35,13 @@ from typing import Any
 from contracts.config import BatonConfig, PoolConfig, cache_dir, load_config
 from contracts.errors import ConfigError
 from coordinator.ending import give_back, wait_lost
-from coordinator.instance import Instance, claim_port, stop
+from coordinator.instance import Claim, Instance, claim_port, stop
 from coordinator.progress import WorkerLog, reason_of
 
 READY_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 45.0  # beyond the drain
 _READY_INTERVAL_S = 0.1
+_STILL_S = 10.0
 _HTTP_TIMEOUT_S = 5.0
 _OBJECT_STORE_BYTES = 128 << 20  # Serve's messages are small and KV does not travel through Ray
 _SERVE_CPUS = 1.0  # room for Serve's own actors
@@ -50,17 +52,44 @@ Build = Callable[[dict[str, str]], Any]
 
 
 class Stages:
-    """Prints what happens now, with the time since the start of the process's work."""
+    """Prints what happens now, with the time since the start of the process's work.
+
+    A context manager: within, a silence of _STILL_S is broken by saying what is still going on.
+    """
 
     def __init__(self) -> None:
         self._started = time.monotonic()
+        self._stage = "starting"
+        self._news = threading.Event()
+        self._is_over = False
+        self._thread = threading.Thread(target=self._break_silence, name="stages", daemon=True)
+
+    def __enter__(self) -> Stages:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        self._news.set()
+        self._thread.join()
 
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self._started
 
+    def begin(self, stage: str) -> None:
+        self._stage = stage
+        self(stage)
+
     def __call__(self, text: str) -> None:
         print(f"[{self.elapsed_s:5.1f} s] {text}", flush=True)
+        self._news.set()
+
+    def _break_silence(self) -> None:
+        while not self._is_over:
+            if not self._news.wait(_STILL_S):
+                print(f"[{self.elapsed_s:5.1f} s] still {self._stage}", flush=True)
+            self._news.clear()
 
 
 def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
@@ -118,9 +147,10 @@ def _serve(args: argparse.Namespace, config: BatonConfig, build: Build) -> int:
     instance = claim_port(config.server.host, config.server.port)
     drain_s = None
     try:
-        _start(instance, args, config, build, stages)
+        with stages:
+            _start(instance, args, config, build, stages)
         drain_s = config.decode.drain_timeout_s
-        _summary(instance.claim.url, stages)
+        _summary(instance.claim, stages)
         wait_lost(instance)
         print("baton: Ray ended unexpectedly", file=sys.stderr)
         return 1
@@ -157,13 +187,13 @@ def _start(
         check_model(resolve_model(args.model or config.model.path, stages))
     from coordinator.haproxy import serve_environment
 
-    stages("starting Ray")
+    stages.begin("starting Ray")
     for name, value in _RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ.update(serve_environment(instance))
     application = _in_background(lambda: build(given))
     _start_ray(instance.run_dir, config)
-    stages("starting Serve")
+    stages.begin("starting Serve")
     from ray import serve
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -171,7 +201,7 @@ def _start(
         http_options={"host": instance.claim.host, "port": instance.claim.port},
         logging_config={"log_level": "WARNING"},
     )
-    stages("starting the workers: loading and warming up")
+    stages.begin("starting the workers: loading and warming up")
     with WorkerLog(instance.run_dir, stages):
         try:
             serve.run(application.result(), name="baton", logging_config={"log_level": "WARNING"})
@@ -249,6 +279,7 @@ def _keep_logs(instance: Instance) -> None:
     for logs in instance.run_dir.glob("**/session_2*/logs"):
         with contextlib.suppress(OSError, shutil.Error):
             shutil.copytree(logs, target)
+            target.chmod(0o700)
             print(f"baton: logs of this start are in {target}", file=sys.stderr)
 
 
@@ -309,7 +340,8 @@ def _get(url: str) -> tuple[int, str]:
         return 0, str(error)
 
 
-def _summary(url: str, stages: Stages) -> None:
+def _summary(claim: Claim, stages: Stages) -> None:
+    url = claim.url
     model = _first_model(url)
     print(f"\nBaton is ready after {stages.elapsed_s:.1f} s: {url}", flush=True)
     print(f"  model    {model}")
@@ -319,7 +351,18 @@ def _summary(url: str, stages: Stages) -> None:
         {"model": model, "messages": [{"role": "user", "content": "Say hello."}], "stream": True}
     )
     print(f"\n  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+    if not _is_loopback(claim.host):
+        print(
+            f"\nWhoever reaches {claim.host} can use it: this version has no API keys. /debug/* is closed to them."
+        )
     print(f"\nCtrl-C or `make stop PORT={url.rsplit(':', 1)[1]}` stops it.", flush=True)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _first_model(url: str) -> str:

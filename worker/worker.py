@@ -55,6 +55,7 @@ logger = logging.getLogger("baton.worker")
 
 STATUS_PERIOD_S = 1.0
 STATUS_DELAY_S = 0.02
+_SHOWN_BYTES = 64 << 20  # smaller models load in no time
 CPU_KV_BYTES = 1 << 30
 GPU_KV_SHARE = 0.85
 
@@ -308,7 +309,7 @@ def _progress(worker_id: str) -> Callable[[int, int], None]:
     def show(num_done: int, num_total: int) -> None:
         nonlocal shown
         quarter = 4 * num_done // max(num_total, 1)
-        if quarter > shown:
+        if quarter > shown and num_total >= _SHOWN_BYTES:
             shown = quarter
             logger.info("%s: weights %d of %d MB", worker_id, num_done >> 20, num_total >> 20)
 

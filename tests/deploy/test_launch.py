@@ -141,6 +141,31 @@ def test_a_model_that_is_not_there_ends_with_2_before_ray_starts(
     assert "starting Ray" not in printed.out
 
 
+def test_a_long_silence_is_broken_by_what_still_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "_STILL_S", 0.01)
+    printed = threading.Event()
+
+    class Heard(launch.Stages):
+        @property
+        def elapsed_s(self) -> float:
+            if threading.current_thread().name == "stages":
+                printed.set()
+            return 12.0
+
+    with Heard() as stages:
+        stages.begin("starting Ray")
+        assert printed.wait(10.0)
+    assert capsys.readouterr().out.startswith("[ 12.0 s] starting Ray\n[ 12.0 s] still starting Ray\n")
+
+
+def test_hosts_that_others_reach_are_told_apart() -> None:
+    assert [launch._is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1")] == [
+        True, True, True, False, False,
+    ]  # fmt: skip
+
+
 def test_an_error_on_the_building_thread_is_raised_to_who_asks() -> None:
     def build() -> None:
         raise ConfigError("expected this but got that")
