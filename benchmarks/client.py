@@ -22,13 +22,15 @@ from typing import Any, Literal, Self
 
 import aiohttp
 
-from benchmarks.records import Outcome, Record
+from benchmarks.records import STAGES, Outcome, Record
 
 Endpoint = Literal["chat", "completions"]
 Message = dict[str, str]
 
 _PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 _MAX_ERROR = 300
+_TIMINGS = "include_timings"
+_MAX_STAGE_MS = 1e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,8 @@ class Target:
     """A server and how to speak to it. `url` with or without a trailing /v1.
 
     `is_plain`: only fields of OpenAI's own. Otherwise ignore_eos fixes the length of answers, special tokens are shown
-    (one without text would look like a stall) and each chunk is asked for its token count; servers that
-    do not know these fields ignore them.
+    (one without text would look like a stall), each chunk is asked for its token count and the usage for stage times;
+    servers that do not know these fields ignore them.
     """
 
     url: str
@@ -63,7 +65,7 @@ class Call:
     label: str = ""
     turn: int = 0
 
-    def body(self, target: Target) -> dict[str, Any]:
+    def body(self, target: Target, wants_timings: bool = False) -> dict[str, Any]:
         """Raises ValueError for messages to the completions endpoint."""
         body: dict[str, Any] = {
             "model": target.model,
@@ -82,6 +84,8 @@ class Call:
         if not target.is_plain:
             body["stream_options"]["continuous_usage_stats"] = True
             body |= {"ignore_eos": True, "skip_special_tokens": False}
+        if wants_timings:
+            body["stream_options"][_TIMINGS] = True
         return body
 
 
@@ -199,6 +203,7 @@ class Trail:
             prompt_tokens=self._usage.get("prompt_tokens"),
             completion_tokens=self._usage.get("completion_tokens"),
             cached_tokens=details.get("cached_tokens"),
+            stages=_stages(self._usage.get("timings_ms")),
             label=self.call.label,
             turn=self.call.turn,
         )
@@ -212,6 +217,7 @@ class Client:
         self._session: aiohttp.ClientSession | None = None
         # Plans repeat their ids, runs may overlap, and some servers take the header for the request's only name.
         self._run_id = uuid.uuid4().hex[:8]
+        self._wants_timings = not target.is_plain  # until the server refuses the field
 
     async def __aenter__(self) -> Self:
         headers = {"Authorization": f"Bearer {self.target.api_key}"} if self.target.api_key else {}
@@ -242,15 +248,29 @@ class Client:
             trail.end_s = clock.now_s()
 
     async def _exchange(self, trail: Trail, clock: RunClock) -> None:
+        wants_timings = self._wants_timings
+        refusal = await self._ask(trail, clock, wants_timings)
+        if wants_timings and trail.status in (400, 422) and _TIMINGS in (refusal or ""):
+            # Asked without from now on. The lost round trip falls on a run's first requests, which are its warm-up.
+            self._wants_timings = False
+            refusal = await self._ask(trail, clock, False)
+        if refusal is not None:
+            trail.fail(f"HTTP {trail.status}: {refusal[:_MAX_ERROR]}")
+        elif trail.is_finished:
+            trail.outcome = "ok"
+        else:
+            trail.fail("expected a finish_reason but the stream just ended")
+
+    async def _ask(self, trail: Trail, clock: RunClock, wants_timings: bool) -> str | None:
+        """None once the stream is read into the trail, or the body of a refusal."""
         assert self._session is not None, "the client is an async context"
-        body = trail.call.body(self.target)
+        body = trail.call.body(self.target, wants_timings)
         headers = {"X-Request-Id": f"{self._run_id}-{trail.call.request_id}"}
         trail.sent_s = clock.now_s()
         async with self._session.post(_PATHS[self.target.endpoint], json=body, headers=headers) as answer:
             trail.status = answer.status
             if answer.status != 200:
-                trail.fail(f"HTTP {answer.status}: {(await answer.text())[:_MAX_ERROR]}")
-                return
+                return await answer.text()
             reader = EventReader()
             async for data in answer.content.iter_any():
                 now_s = clock.now_s()
@@ -258,10 +278,7 @@ class Client:
                     trail.take(payload, now_s)
                 if trail.is_done:
                     break
-        if trail.is_finished:
-            trail.outcome = "ok"
-        else:
-            trail.fail("expected a finish_reason but the stream just ended")
+        return None
 
     async def post(self, path: str, body: dict[str, Any], timeout_s: float = 30.0) -> tuple[int, Any]:
         """(status, JSON or None). Raises aiohttp.ClientError or TimeoutError if nobody answers."""
@@ -297,6 +314,18 @@ def _delta_text(delta: dict[str, Any] | None) -> str:
     if not delta:
         return ""
     return delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
+
+
+def _stages(timings_ms: object) -> dict[str, float] | None:
+    """What is a duration of a known stage, in seconds; None for no such account. Servers may send anything here."""
+    if not isinstance(timings_ms, dict):
+        return None
+    known = {name: timings_ms.get(name) for name in STAGES}
+    return {
+        name: value / 1000.0
+        for name, value in known.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _MAX_STAGE_MS
+    } or None
 
 
 def _error_text(chunk: dict[str, Any]) -> str:

@@ -20,6 +20,9 @@ Outcome = Literal["ok", "error", "cancelled", "timeout"]
 """ok: the stream ended as the protocol wants; error: refused, broken off or an error event; cancelled: the client left
 (Ctrl-C, end of the run); timeout: the client's patience ended."""
 
+STAGES = ("queue", "prefill", "handoff", "decode")
+"""A server's account of one request; queue + prefill + decode is the whole."""
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -27,8 +30,10 @@ class Record:
     the chunk before, among them those that had no text of their own.
 
     `asked_*`: what the plan wanted. `prompt_tokens`, `completion_tokens`, `cached_tokens`: the server's usage, None
-    where it reports none. `label` separates groups of one run (steady, long, …); `turn` counts within a conversation.
-    `is_length_fixed`: the server was told to answer with exactly `asked_output_tokens`.
+    where it reports none. `stages`: seconds by stage (STAGES), where the server told them, by its clock; the handoff is
+    a part of decode, and missing where the server did not know it. `label` separates groups of one run (steady, long,
+    …); `turn` counts within a conversation. `is_length_fixed`: the server was told to answer with exactly
+    `asked_output_tokens`.
     """
 
     request_id: str
@@ -47,6 +52,7 @@ class Record:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
+    stages: dict[str, float] | None = None
     label: str = ""
     turn: int = 0
 
@@ -92,10 +98,19 @@ def from_json(content: dict[str, Any]) -> Record:
         raise ValueError(f"expected a record with request_id and scheduled_s but got keys {sorted(content)}")
     if content.get("outcome", "ok") not in get_args(Outcome):
         raise ValueError(f"outcome: expected one of {get_args(Outcome)} but got {content['outcome']!r}")
+    stages = content.get("stages")
+    if stages is not None and not _is_account(stages):
+        raise ValueError(f"stages: expected seconds for some of {STAGES} but got {stages!r:.80}")
     lists = {name: tuple(content.get(name, ())) for name in ("chunk_times_s", "chunk_tokens")}
     if len(lists["chunk_times_s"]) != len(lists["chunk_tokens"]):
         raise ValueError("expected as many chunk_tokens as chunk_times_s")
     return Record(**{**content, **lists})
+
+
+def _is_account(stages: object) -> bool:
+    if not isinstance(stages, dict) or not stages.keys() <= set(STAGES):
+        return False
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in stages.values())
 
 
 def write_jsonl(path: Path, records: Iterable[Record]) -> None:

@@ -105,8 +105,9 @@ _FIGURES = (
     (("cdf-ttft", "Time to first token, all values", "Of complete requests; seeds pooled."), _NO_RECORDS),
     (("cdf-itl", "Gaps between tokens, all values", "Of complete requests; seeds pooled."), _NO_RECORDS),
     (("timeline", "Where requests spend their time",
-      "One seed, client side: servers report no times per request, so queue and prefill are one bar, and a handoff "
-      "lies in the bar to the second token. What Baton's /metrics says of handoffs is in the rows, kv_transfer_ms."),
+      "One seed. Bars named (server) are the server's own account of the request, set around the first token that the "
+      "client saw. Where it gave none, the client's view: queue and prefill are one bar, and a handoff lies in the bar "
+      "to the second token."),
      _NO_RECORDS),
 )  # fmt: skip
 

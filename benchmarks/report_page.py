@@ -40,6 +40,8 @@ DEFINITIONS = (
     ("attainment", "requests complete, of the right length, within TTFT and TPOT, of all that were OFFERED: refused, "
                    "failed and late ones included"),
     ("goodput@q", "highest offered rate at which attainment reaches q; in a sweep, of the rates that were measured"),
+    ("stages", "by the server's clock, where it tells them (Baton does): queue until a request has its workers, "
+               "prefill until the first token, decode until the end; transfer is the part of decode until KV is there"),
     ("spread", "median (min–max) over the seeds; an arm wins if its worst seed beats every other's best one "
                "and its median is better by 5% or more; otherwise it is a tie"),
     ("void", "a run whose client was late itself (send lag p99 > 500 ms or event loop lag p99 > 100 ms); not counted"),

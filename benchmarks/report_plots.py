@@ -28,6 +28,16 @@ PHASES = {
     "all other tokens: decode": "#3366cc",
     "failed": "#b82e2e",
 }
+"""What a client sees."""
+STAGE_PHASES = {
+    "on the way and read (client)": "#d8dde4",
+    "queue (server)": "#c4a000",
+    "prefill (server)": "#dc6f1b",
+    "transfer (server)": "#990099",
+    "decode (server)": "#3366cc",
+}
+"""What a client sees of a request that the server told the stages of."""
+_COLOURS_OF_PHASES = {**PHASES, **STAGE_PHASES}
 _NUM_QUANTILES = 200
 _NUM_TIMELINE = 40
 _HEIGHT = 430
@@ -114,7 +124,9 @@ def _distribution_line(arm: str, values_s: Sequence[float], colour: str) -> Trac
 
 
 def timeline(grid: Grid, read: ReadRecords) -> Figure | None:
-    """Where each request's time went, as the client saw it: the first seed of each arm and load."""
+    """Where each request's time went, as its server told it or else as the client saw it: the first seed of each arm
+    and load.
+    """
     groups = {}
     for place, arms in grid.items():
         for arm, rows in arms.items():
@@ -128,7 +140,7 @@ def timeline(grid: Grid, read: ReadRecords) -> Figure | None:
 
 
 def _timeline_bars(records: Sequence[Record]) -> list[Trace]:
-    found: dict[str, list[tuple[int, float, float]]] = {phase: [] for phase in PHASES}
+    found: dict[str, list[tuple[int, float, float]]] = {phase: [] for phase in _COLOURS_OF_PHASES}
     for number, record in enumerate(records):
         for phase, begin_s, end_s in phases_of(record):
             if end_s > begin_s:
@@ -143,7 +155,7 @@ def _timeline_bars(records: Sequence[Record]) -> list[Trace]:
             "x": [round(end_s - begin_s, 4) for _, begin_s, end_s in bars],
             "hovertext": [f"{phase}: {1000 * (end_s - begin_s):.1f} ms" for _, begin_s, end_s in bars],
             "hoverinfo": "text",
-            "marker": {"color": PHASES[phase]},
+            "marker": {"color": _COLOURS_OF_PHASES[phase]},
         }
         for phase, bars in found.items()
         if bars
@@ -154,7 +166,8 @@ def phases_of(record: Record) -> list[tuple[str, float, float]]:
     """(phase, begin, end) in seconds of the run's clock, without gaps from the scheduled arrival to the end.
 
     The client sees three borders: first token, second token, end. Queue and prefill lie before the first; a handoff is
-    hidden between the first and the second, since prefill sends the first token itself.
+    hidden between the first and the second, since prefill sends the first token itself. Where the server told its
+    stages, these stand instead, around the first token.
     """
     late, first, second, others, failed = PHASES
     end_s = record.end_s if record.end_s is not None else record.scheduled_s
@@ -164,11 +177,34 @@ def phases_of(record: Record) -> list[tuple[str, float, float]]:
     if ttft_s(record) is None:
         return [*found, (failed if record.outcome != "ok" else first, record.sent_s, end_s)]
     first_s = record.chunk_times_s[0]
+    if record.outcome == "ok" and record.stages is not None and record.stages.keys() >= {"queue", "prefill"}:
+        return [*found, *_stages_of(record.stages, record.sent_s, first_s, end_s)]
     # A chunk may bring the second token together with the first; then there is no border between them.
     second_s = next((time_s for time_s in record.chunk_times_s[1:] if time_s > first_s), end_s)
     second_s = first_s if record.chunk_tokens[0] > 1 else second_s
     last = failed if record.outcome != "ok" else others
     return [*found, (first, record.sent_s, first_s), (second, first_s, second_s), (last, second_s, end_s)]
+
+
+def _stages_of(
+    stages: Mapping[str, float], sent_s: float, first_s: float, end_s: float
+) -> list[tuple[str, float, float]]:
+    """A server's durations on the client's clock: backwards and forwards from the first token, which both know.
+
+    What is left after sending is the network, and reading the request. Clocks may disagree a little: a border never
+    leaves its neighbours.
+    """
+    way, queue, prefill, transfer, decode = STAGE_PHASES
+    placed_s = max(sent_s, first_s - stages["prefill"])
+    arrived_s = max(sent_s, placed_s - stages["queue"])
+    moved_s = min(end_s, first_s + stages.get("handoff", 0.0))
+    return [
+        (way, sent_s, arrived_s),
+        (queue, arrived_s, placed_s),
+        (prefill, placed_s, first_s),
+        (transfer, first_s, moved_s),
+        (decode, moved_s, end_s),
+    ]
 
 
 def attainment(grid: Grid) -> Figure | None:

@@ -8,7 +8,7 @@ continues it gets
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,39 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
+class Timings:
+    """Where one request's time went, by the coordinator's clock, over all its attempts.
+
+        arrival ──queue──► placed ──prefill──► first token ──decode──► end
+                                                    └─handoff─┘
+
+    queue + prefill + decode is the whole; the handoff is a part of decode, since prefill sends the first token itself.
+    Attempts that brought no token are split likewise: waiting for a place is queue, the rest is prefill. What a lost
+    worker costs after the first token is decode.
+
+    `handoff_s`: from the end of prefill's compute until decode had the KV, by prefill's clock. 0 if there was none;
+    None if the request was over before prefill told.
+    """
+
+    queue_s: float
+    prefill_s: float
+    handoff_s: float | None
+    decode_s: float
+    num_attempts: int = 1
+
+    @property
+    def total_s(self) -> float:
+        return self.queue_s + self.prefill_s + self.decode_s
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
-    """The good terminal event. `reason` is "stop" (EOS or stop token) or "length"."""
+    """The good terminal event. `reason` is "stop" (EOS or stop token) or "length".
+
+    `timings` is the coordinator's, None from a worker; two ends are equal however long they took.
+    """
 
     reason: str
     num_cached_tokens: int = 0
     stop_token_id: int | None = None
+    timings: Timings | None = field(default=None, compare=False)

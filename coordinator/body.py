@@ -15,21 +15,23 @@ from starlette.requests import Request
 
 from contracts.errors import PayloadTooLarge, RequestError
 
-# What tools say that mean JSON: `curl -d` form data, others text or bytes. Everything that ends in json is meant, too.
-# Web pages may send these anywhere without being asked for leave, JSON they may not: from a page they are refused.
-_VAGUE_TYPES = ("", "text/plain", "application/x-www-form-urlencoded", "application/octet-stream")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 async def read_json(request: Request, max_bytes: int, timeout_s: float) -> dict[str, Any]:
-    """The body as an object, whatever it is called, unless it is called something that JSON is not.
+    """The body as an object. A body that does not say what it is, is JSON.
+
+    NOTE: form data and plain text are refused although `curl -d` and careless tools call JSON so: a web page may send
+    these to any address without being asked for leave.
 
     Raises PayloadTooLarge, RequestError; starlette's ClientDisconnect if the client leaves.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    is_vague = kind in _VAGUE_TYPES and "origin" not in request.headers
-    if not is_vague and not kind.endswith("json"):
-        raise RequestError(f"content-type: expected application/json but got {kind[:60]!r}")
+    if kind and not kind.endswith("json"):
+        raise RequestError(
+            f"content-type: expected application/json but got {kind[:60]!r} "
+            "(with curl: -H 'Content-Type: application/json')"
+        )
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise RequestError("content-encoding: expected an uncompressed body")
     try:

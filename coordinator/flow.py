@@ -38,6 +38,7 @@ from coordinator.fleet import Fleet
 from coordinator.line import Line, Pace
 from coordinator.links import Event, WorkerLink
 from coordinator.placement import Demand, Placement, place
+from coordinator.stages import StageClock
 
 logger = logging.getLogger("baton.coordinator")
 
@@ -90,26 +91,28 @@ class Flow:
     async def generate(
         self, request: GenerateRequest, deadline_s: float | None
     ) -> AsyncGenerator[Token | Finished, None]:
-        """Tokens in order, then exactly one Finished. Closing the iterator cancels the request everywhere.
+        """Tokens in order, then exactly one Finished, with timings. Closing the iterator cancels everywhere.
 
         Raises BatonError, before or after tokens, as the one terminal event instead of Finished.
         """
         limit_s = self._config.coordinator.request_timeout_s
         deadline = time.monotonic() + (limit_s if deadline_s is None else min(limit_s, deadline_s))
         self._check_fits(request)
+        stages = StageClock()
         known = list(request.output_ids)
         avoid: frozenset[str] = frozenset()
         for attempt in range(1, self._config.coordinator.max_attempts + 1):
             if (end := self._end_of(request, known)) is not None:
-                yield end
+                yield replace(end, timings=stages.timings())
                 return
             trial = replace(request, request_id=f"{request.request_id}.{attempt}", output_ids=tuple(known))
             used: list[str] = []
             try:
-                async with aclosing(self._attempt(trial, deadline, avoid, used)) as events:
+                async with aclosing(self._attempt(trial, deadline, avoid, used, stages)) as events:
                     async for event in events:
                         if isinstance(event, Token):
                             known.append(event.token_id)
+                            stages.token()
                         yield event
                 return
             except TryAgain as error:
@@ -140,25 +143,37 @@ class Flow:
         return Finished("length") if len(known) >= sampling.max_tokens else None
 
     async def _attempt(
-        self, request: GenerateRequest, deadline: float, avoid: frozenset[str], used: list[str]
+        self,
+        request: GenerateRequest,
+        deadline: float,
+        avoid: frozenset[str],
+        used: list[str],
+        stages: StageClock,
     ) -> AsyncGenerator[Token | Finished, None]:
-        async with self._placed(request, deadline, avoid, is_resumed=bool(avoid)) as run:
+        async with self._placed(request, deadline, avoid, stages) as run:
             used.extend(run.worker_ids)
-            run.start()
-            async with aclosing(run.events(deadline)) as events:
-                async for event in events:
-                    yield event
+            try:
+                run.start()
+                async with aclosing(run.events(deadline)) as events:
+                    async for event in events:
+                        if isinstance(event, Finished):
+                            event = replace(event, timings=stages.timings(run.handoff_s))
+                        yield event
+            except TryAgain:
+                stages.lost(run.handoff_s)
+                raise
 
     @asynccontextmanager
     async def _placed(
-        self, request: GenerateRequest, deadline: float, avoid: frozenset[str], is_resumed: bool
+        self, request: GenerateRequest, deadline: float, avoid: frozenset[str], stages: StageClock
     ) -> AsyncIterator[_Run]:
         """A run whose blocks decode has reserved. Whatever happens after, leaving ends it on both workers."""
         begun_s = time.monotonic()
         run = await self._try_place(request, deadline, avoid) if self._line.is_empty else None
         if run is None:
-            run = await self._wait_for_place(request, deadline, avoid, is_resumed)
+            run = await self._wait_for_place(request, deadline, avoid, is_resumed=bool(avoid))
         placed_s = time.monotonic()
+        stages.placed(placed_s - begun_s)
         self._observer.queued(placed_s - begun_s)
         self._observer.placed("remote" if run.prefill is not None else "local")
         self._num_running += 1
@@ -243,6 +258,7 @@ class _Run:
         self.request = request
         self.prefill = prefill
         self.decode = decode
+        self.handoff_s: float | None = 0.0 if prefill is None else None  # None: not told yet
         self._config = config
         self._secret = secret
         self._hold = hold
@@ -341,10 +357,13 @@ class _Run:
         if isinstance(event, HandedOff):
             self._ended(link)
             self._num_cached = max(self._num_cached, event.num_cached_tokens)
+            self.handoff_s = event.exposed_s
             self._observer.handed_off(event.num_bytes, event.exposed_s)
             return None
         if isinstance(event, Finished):
             self._ended(link)
+            if link is self.prefill:
+                self.handoff_s = 0.0  # over with its first token: there was nothing to hand off
             return event
         return event if isinstance(event, Token) else None
 

@@ -7,10 +7,10 @@ for both and lives in `Envelope`. Key order and null keys follow what clients we
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from contracts.request import Token
+from contracts.request import Timings, Token
 from coordinator.job import Job
 from coordinator.outputs import End, Piece
 from engine.text.tokenizer import TextModel
@@ -72,12 +72,14 @@ class Envelope:
 
     def usage(self, ends: dict[int, End]) -> Json:
         """Prompt tokens once per prompt, output tokens of all choices; cached tokens if every prompt's are
-        known.
+        known. `timings_ms` only if asked for: clients are strict.
         """
         usage = self._counts(sum(end.num_tokens for end in ends.values()))
         firsts = [ends[p * self._job.params.n].num_cached_tokens for p in range(len(self._job.prompts))]
         known = [count for count in firsts if count is not None]
         usage["prompt_tokens_details"] = {"cached_tokens": sum(known)} if len(known) == len(firsts) else None
+        if self._job.params.includes_timings:
+            usage["timings_ms"] = _timings_ms([end.timings for end in ends.values()])
         return usage
 
     def _counts(self, num_output_tokens: int) -> Json:
@@ -207,6 +209,21 @@ def finite(logprob: float | None) -> float:
     if logprob is None or math.isnan(logprob):
         return _LOWEST_LOGPROB
     return min(max(logprob, _LOWEST_LOGPROB), 0.0)
+
+
+def _timings_ms(found: Sequence[Timings | None]) -> Json | None:
+    """Of the output that took longest, since stages of several do not add up; None if any is not known."""
+    known = [timings for timings in found if timings is not None]
+    if not known or len(known) < len(found):
+        return None
+    longest = max(known, key=lambda timings: timings.total_s)
+    return {
+        "queue": round(1000 * longest.queue_s, 3),
+        "prefill": round(1000 * longest.prefill_s, 3),
+        "handoff": None if longest.handoff_s is None else round(1000 * longest.handoff_s, 3),
+        "decode": round(1000 * longest.decode_s, 3),
+        "attempts": longest.num_attempts,
+    }
 
 
 def _chat_chunk(index: int, delta: Json, logprobs: Json | None = None) -> Json:

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from contracts.errors import BatonError, DeadlineError, Fault
-from contracts.request import Finished, GenerateRequest, Token
+from contracts.request import Finished, GenerateRequest, Timings, Token
 from coordinator.backend import Backend
 from coordinator.errors_http import as_baton_error
 from coordinator.job import Job, OutputPlan
@@ -35,13 +35,14 @@ _DEADLINE_GRACE_S = 5.0
 class End:
     """How an output ended. `stop_reason`: the stop string or stop token id, None for EOS and length.
 
-    `num_cached_tokens` None: unknown, because a stop string ended the output before the engine reported it.
+    `num_cached_tokens`, `timings` None: unknown, because a stop string ended the output before that was told.
     """
 
     reason: str
     num_tokens: int
     stop_reason: str | int | None = None
     num_cached_tokens: int | None = 0
+    timings: Timings | None = None
 
 
 @dataclass(slots=True)
@@ -97,10 +98,10 @@ class OutputText:
         tail = self._stops.push(self._detokenizer.flush(), can_stop=self.num_tokens >= self._min_tokens)
         stop = self._stops.matched
         if stop is not None:  # completed by the replacement of a broken character at the very end
-            end = End("stop", self.num_tokens, stop, finished.num_cached_tokens)
+            end = End("stop", self.num_tokens, stop, finished.num_cached_tokens, finished.timings)
             return Piece([self._echoed(tail)], [], self.num_tokens, end)
         stop_id = finished.stop_token_id if finished.stop_token_id in self._stop_ids else None
-        end = End(finished.reason, self.num_tokens, stop_id, finished.num_cached_tokens)
+        end = End(finished.reason, self.num_tokens, stop_id, finished.num_cached_tokens, finished.timings)
         return Piece([self._echoed(tail + self._stops.flush())], [], self.num_tokens, end)
 
     def _echoed(self, shown: str) -> str:

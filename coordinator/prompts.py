@@ -15,7 +15,7 @@ from coordinator.schema import ChatParams, CompletionParams, shown
 from engine.text.tokenizer import TextModel
 
 MAX_MESSAGES = 10_000
-_MAX_ROLE_CHARS = 64
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -143,8 +143,10 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise RequestError(f"{where}: expected an object but got {shown(message)}", param="messages")
     role = message.get("role")
-    if not isinstance(role, str) or not 0 < len(role) <= _MAX_ROLE_CHARS:
-        raise RequestError(f"{where}.role: expected a role's name but got {shown(role)}", param="messages")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise RequestError(
+            f"{where}.role: expected one of {', '.join(_ROLES)} but got {shown(role)}", param="messages"
+        )
     result: dict[str, Any] = {"role": "system" if role == "developer" else role}
     for key in ("name", "tool_call_id", "reasoning_content"):
         value = message.get(key)

@@ -4,13 +4,16 @@ Three kinds of fields:
 
     known      validated here, true being no 1 and "1" no number; null means absent, as every client assumes
     refused    known to the world, not built, and dropping it would change the answer: UnsupportedError naming
-    it anything   accepted and ignored, because real clients send extras (`user`, `metadata`, `store`, …)
+    it anything   accepted and ignored, because real clients send extras (`user`, `metadata`, `store`, …), unless it
+                  looks like a known field misspelt, whose loss would change the answer
 
 Messages and prompts have too many forms for a schema with readable errors; prompts.py reads them.
 """
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+from itertools import islice
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
@@ -21,6 +24,9 @@ MAX_STOPS = 4
 MAX_STOP_CHARS = 1000
 MAX_TOP_LOGPROBS = 20
 _MAX_SHOWN = 60
+_MAX_SPELLED = 64
+_LIKENESS = 0.85  # `stops` is like `stop`, `top_a` is not like `top_p`
+_READ_ELSEWHERE = ("messages", "prompt", "tool_choice", "modalities", "response_format")
 
 
 def _as_list(value: Any) -> Any:
@@ -33,16 +39,25 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class StreamOptions(BaseModel):
-    """`include_obfuscation` and unknown keys are ignored."""
+    """`include_obfuscation` and unknown keys are ignored. `include_timings`: see Params."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_timings: bool | None = None
 
 
 class Params(BaseModel):
-    """What both endpoints share. None: the model's or OpenAI's default."""
+    """What both endpoints share. None: the model's or OpenAI's default.
+
+    `include_timings`, here or in `stream_options`, is Baton's own: it adds to the usage (a stream then ends with one)
+
+        "timings_ms": {"queue", "prefill", "handoff", "decode", "attempts"}
+
+    of the output that took longest; see contracts.request.Timings. `handoff` may be null, and the whole is null
+    where a stop string ended an output or nothing was generated.
+    """
 
     model_config = ConfigDict(
         extra="ignore", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
@@ -70,6 +85,7 @@ class Params(BaseModel):
     cache_salt: str = Field("", max_length=128, pattern=r"^[^@/\\\x00]*$")
     stream: bool = False
     stream_options: StreamOptions | None = None
+    include_timings: bool = False
     echo: bool = False
 
     @model_validator(mode="before")
@@ -88,8 +104,13 @@ class Params(BaseModel):
         raise NotImplementedError
 
     @property
+    def includes_timings(self) -> bool:
+        return self.include_timings or bool(self.stream_options and self.stream_options.include_timings)
+
+    @property
     def includes_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+        """Of a stream; timings come in the usage."""
+        return self.includes_timings or bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def has_continuous_usage(self) -> bool:
@@ -222,6 +243,7 @@ def parse_completion(body: dict[str, Any]) -> CompletionParams:
 
 def _validated(kind: type[AnyParams], body: dict[str, Any]) -> AnyParams:
     _refuse_unbuilt(body)
+    _refuse_misspelt(kind, body)
     try:
         params = kind.model_validate(body)
     except ValidationError as error:
@@ -248,6 +270,14 @@ def _refuse_unbuilt(body: dict[str, Any]) -> None:
     modalities = body.get("modalities")
     if modalities not in (None, [], ["text"]):
         raise UnsupportedError("modalities: only text is supported", param="modalities")
+
+
+def _refuse_misspelt(kind: type[Params], body: dict[str, Any]) -> None:
+    known = {*kind.model_fields, *_REFUSED, *_READ_ELSEWHERE}
+    unknown = (key for key in body if key not in known)
+    for key in islice(unknown, _MAX_SPELLED):
+        if len(key) <= _MAX_SHOWN and (close := get_close_matches(key, kind.model_fields, 1, _LIKENESS)):
+            raise RequestError(f"{key}: unknown field; did you mean {close[0]}?", param=key)
 
 
 def _check_response_format(value: Any) -> None:

@@ -56,9 +56,9 @@ def fake_server(**script: Any) -> Iterator[str]:
 
 
 def stamps(url: str) -> dict[str, dict[str, Any]]:
-    """request id -> {"received_s", "chunks_s": [...], "body"} by the server's monotonic clock, the machine's own.
+    """request id -> {"received_s", "chunks_s": [...], "body", "num_sent"}, times by the machine's monotonic clock.
 
-    Of runs that used the same ids, the last one.
+    Of runs that used the same ids, the last one; of a request that was sent several times, the last time.
     """
     with urllib.request.urlopen(f"{url}/stamps", timeout=10) as answer:
         found: dict[str, dict[str, Any]] = json.loads(answer.read())

@@ -8,6 +8,9 @@
     normal · crlf (line ends of two bytes) · glued (all events in one write) · no_usage · no_chunk_usage
     reject (503) · error (500) · error_event · broken (closes without a finish_reason) · silent (headers, then nothing)
     hidden (tokens without text between those with) · eos (no token with text)
+    strict (400 for include_timings)
+
+`timings_ms`: what the usage of who asked for timings has under that name.
 """
 
 from __future__ import annotations
@@ -80,16 +83,23 @@ class FakeServer:
         else:
             self._write(writer, 404, {"error": {"message": "no such route"}})
 
-    def _write(self, writer: asyncio.StreamWriter, status: int, content: object) -> None:
+    def _write(self, writer: asyncio.StreamWriter, status: int, content: object, header: bytes = b"") -> None:
         body = json.dumps(content).encode()
-        writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (status, len(body)) + body)
+        writer.write(b"HTTP/1.1 %d X\r\n%bContent-Length: %d\r\n\r\n" % (status, header, len(body)) + body)
 
     async def _generate(
         self, writer: asyncio.StreamWriter, request_id: str, body: dict[str, Any], received_s: float
     ) -> None:
         stamp: dict[str, Any] = {"received_s": received_s, "chunks_s": [], "body": body}
+        previous = self.stamps.get(request_id, {})
         self.stamps[request_id] = stamp
+        stamp["num_sent"] = previous.get("num_sent", 0) + 1
         mode = body["model"]
+        if mode == "strict" and "include_timings" in body["stream_options"]:
+            message = "Extra inputs are not permitted: stream_options.include_timings"
+            self._write(writer, 400, {"error": {"message": message}}, b"Connection: close\r\n")
+            await writer.drain()
+            return
         if mode in ("reject", "error"):
             self._write(writer, 503 if mode == "reject" else 500, {"error": {"message": "scripted"}})
             await writer.drain()
@@ -145,6 +155,8 @@ class FakeServer:
                 "completion_tokens": done,
                 "prompt_tokens_details": details,
             }
+            if body["stream_options"].get("include_timings") and "timings_ms" in self.script:
+                usage["timings_ms"] = self.script["timings_ms"]
             yield 0.0, {"choices": [], "usage": usage}, False
         yield 0.0, b"[DONE]", False
 

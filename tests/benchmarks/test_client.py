@@ -79,6 +79,8 @@ def test_bodies() -> None:
     assert plain["prompt"] == "hi"
     assert not {"ignore_eos", "skip_special_tokens"} & plain.keys()
     assert plain["stream_options"] == {"include_usage": True}
+    timed = Call("r", "hi", 3).body(Target("http://x", "m"), wants_timings=True)
+    assert timed["stream_options"] == {**chat["stream_options"], "include_timings": True}
     with pytest.raises(ValueError, match="conversations"):
         Call("r", [{"role": "user", "content": "hi"}], 3).body(Target("http://x", "m", "completions"))
 
@@ -170,6 +172,55 @@ async def test_nobody_there_is_an_error_record() -> None:
 async def test_the_model_is_the_first_one_served_unless_named(url: str) -> None:
     assert await named_model(Target(url)) == "normal"
     assert await named_model(Target(url, "mine")) == "mine"
+
+
+TIMINGS_MS = {"queue": 1.5, "prefill": 250, "handoff": 4.0, "decode": 900.0, "attempts": 1}
+
+
+@pytest.mark.parametrize(
+    ("told", "stages"),
+    [
+        (TIMINGS_MS, {"queue": 0.0015, "prefill": 0.25, "handoff": 0.004, "decode": 0.9}),
+        ({**TIMINGS_MS, "handoff": None}, {"queue": 0.0015, "prefill": 0.25, "decode": 0.9}),
+        ({"queue": True, "prefill": "1", "decode": -1.0, "handoff": 10**400}, None),
+        ({"queue": float("inf"), "prefill": float("nan")}, None),
+        ({}, None),
+        ([1.0], None),
+        (None, None),
+    ],
+)
+def test_stages_are_what_the_usage_told_in_seconds(told: object, stages: dict[str, float] | None) -> None:
+    trail = make_trail()
+    trail.take(
+        json.dumps({"choices": [], "usage": {"completion_tokens": 3, "timings_ms": told}}).encode(), 1.0
+    )
+    assert trail.record().stages == stages
+
+
+async def test_stage_times_are_asked_for_unless_plain() -> None:
+    with fake_server(timings_ms=TIMINGS_MS) as url:
+        for is_plain in (False, True):
+            trail = Trail(Call("r", "hi", 2), 0.0, is_length_fixed=False)
+            async with Client(Target(url, "normal", is_plain=is_plain)) as client:
+                await client.stream(trail, RunClock())
+            assert (trail.record().stages is None) == is_plain
+
+
+async def test_a_server_that_refuses_to_tell_stages_is_asked_once() -> None:
+    with fake_server() as url:
+        async with Client(Target(url, "strict")) as client:
+            trails = [Trail(Call(name, "hi", 2), 0.0, is_length_fixed=True) for name in ("first", "second")]
+            for trail in trails:
+                await client.stream(trail, RunClock())
+        sent = stamps(url)
+    for trail in trails:
+        assert (trail.record().outcome, trail.record().status, trail.record().stages) == ("ok", 200, None)
+    assert [sent[name]["num_sent"] for name in ("first", "second")] == [2, 1]
+
+
+async def test_a_refusal_of_something_else_is_no_reason_to_ask_again(url: str) -> None:
+    await ask(url, "error")
+    assert stamps(url)["error"]["num_sent"] == 1
 
 
 async def test_a_core_takes_two_thousand_streamed_tokens_a_second() -> None:

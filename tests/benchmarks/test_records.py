@@ -13,6 +13,7 @@ from tests.benchmarks.builders import make_record
 def test_jsonl_gives_back_what_was_written(tmp_path: Path) -> None:
     records = [
         make_record(0.5, (1.0, 1.25), (1, 3), label="steady", cached_tokens=3, finish_reason="length"),
+        make_record(0.75, (1.0,), stages={"queue": 0.125, "prefill": 0.25, "decode": 0.0}),
         make_record(
             1.0, outcome="error", status=503, error="full: «später»", completion_tokens=None, end_s=None
         ),
@@ -30,6 +31,9 @@ def test_jsonl_gives_back_what_was_written(tmp_path: Path) -> None:
         ({"request_id": "a", "scheduled_s": 0.0, "speed": 3}, "speed"),
         ({"request_id": "a", "scheduled_s": 0.0, "outcome": "fine"}, "outcome"),
         ({"request_id": "a", "scheduled_s": 0.0, "chunk_times_s": [1.0]}, "chunk_tokens"),
+        ({"request_id": "a", "scheduled_s": 0.0, "stages": {"lunch": 1.0}}, "stages"),
+        ({"request_id": "a", "scheduled_s": 0.0, "stages": {"queue": "1"}}, "stages"),
+        ({"request_id": "a", "scheduled_s": 0.0, "stages": [1.0]}, "stages"),
     ],
 )
 def test_what_is_no_record_is_refused(content: dict[str, object], message: str) -> None:

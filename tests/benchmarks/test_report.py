@@ -105,6 +105,60 @@ def test_phases_follow_each_other_without_a_gap(record: Record, names: list[str]
     assert phases[-1][2] == (record.end_s if record.end_s is not None else record.scheduled_s)
 
 
+@pytest.mark.parametrize(
+    ("stages", "borders"),
+    [
+        (
+            {"queue": 0.25, "prefill": 0.5, "handoff": 0.125, "decode": 1.0},
+            [1.0, 1.25, 1.5, 1.75, 2.25, 2.375, 4.0],
+        ),
+        (
+            {"queue": 0.25, "prefill": 0.5, "decode": 1.0},
+            [1.0, 1.25, 1.5, 1.75, 2.25, 2.25, 4.0],
+        ),  # handoff unknown
+        (
+            {"queue": 9.0, "prefill": 0.5, "handoff": 9.0},
+            [1.0, 1.25, 1.25, 1.75, 2.25, 4.0, 4.0],
+        ),  # clocks disagree
+        ({"queue": 9.0, "prefill": 9.0}, [1.0, 1.25, 1.25, 1.25, 2.25, 2.25, 4.0]),
+    ],
+)
+def test_a_servers_stages_stand_around_the_first_token(
+    stages: dict[str, float], borders: list[float]
+) -> None:
+    phases = plots.phases_of(make_record(1.0, [2.25, 3.0], sent_s=1.25, end_s=4.0, stages=stages))
+    assert [name for name, _, _ in phases] == ["sending late", *plots.STAGE_PHASES]
+    assert [begin for _, begin, _ in phases] + [phases[-1][2]] == borders
+    assert all(before[2] == after[1] for before, after in pairwise(phases))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        make_record(1.0, [2.0, 3.0], stages={"decode": 1.0}),
+        make_record(1.0, [2.0, 3.0], outcome="error", stages={"queue": 0.1, "prefill": 0.1}),
+        make_record(1.0, outcome="ok", end_s=2.0, stages={"queue": 0.1, "prefill": 0.1}),
+    ],
+)
+def test_without_a_servers_whole_account_the_clients_phases_are_drawn(record: Record) -> None:
+    assert not {name for name, _, _ in plots.phases_of(record)} & plots.STAGE_PHASES.keys()
+
+
+def test_the_timeline_says_whose_account_it_draws() -> None:
+    told = make_record(
+        0.0, [0.5, 1.0], sent_s=0.01, stages={"queue": 0.1, "prefill": 0.3, "handoff": 0.1, "decode": 0.5}
+    )
+    figure = plots.timeline(grid_of([make_row("a")]), lambda _row: [told, make_record(1.0, [1.5, 2.0, 2.5])])
+    assert figure is not None
+    go.Figure(figure)
+    assert {(trace["name"], tuple(trace["y"])) for trace in figure["data"]} == {
+        ("sending late", (0,)), ("on the way and read (client)", (0,)), ("queue (server)", (0,)),
+        ("prefill (server)", (0,)), ("transfer (server)", (0,)), ("decode (server)", (0,)),
+        ("to first token: queue and prefill", (1,)), ("to second token: handoff and first decode step", (1,)),
+        ("all other tokens: decode", (1,)),
+    }  # fmt: skip
+
+
 def test_a_chunk_of_two_tokens_leaves_no_bar_for_the_second() -> None:
     phases = plots.phases_of(make_record(1.0, [1.2, 1.4], tokens=[2, 1]))
     assert phases[2][1] == phases[2][2] == 1.2

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -13,7 +14,7 @@ from contracts.channel import Channel
 from contracts.config import BatonConfig, load_config
 from contracts.errors import DeadlineError, EngineError, OverloadedError, WireError, WorkerLostError
 from contracts.messages import Cancel, Ended, Message, Peers, Prefill, Reserve, WorkerInfo
-from contracts.request import Finished, GenerateRequest, SamplingParams, Token
+from contracts.request import Finished, GenerateRequest, SamplingParams, Timings, Token
 from contracts.ticket import is_genuine
 from coordinator.fleet import Fleet
 from coordinator.flow import Flow
@@ -29,6 +30,7 @@ class Recorder:
     retries: list[str] = field(default_factory=list)
     routes: list[str] = field(default_factory=list)
     held: set[tuple[str, str]] = field(default_factory=set)
+    on_handed_off: Callable[[], None] = lambda: None
 
     def queued(self, seconds: float) -> None:
         assert seconds >= 0
@@ -39,6 +41,7 @@ class Recorder:
     def handed_off(self, num_bytes: int, exposed_s: float) -> None:
         assert num_bytes > 0
         assert exposed_s > 0
+        self.on_handed_off()
 
     def retried(self, code: str) -> None:
         self.retries.append(code)
@@ -96,6 +99,15 @@ async def collect(
 ) -> list[Token | Finished]:
     async with contextlib.aclosing(scene.flow.generate(req, deadline_s)) as events:
         return [event async for event in events]
+
+
+def timings_of(events: list[Token | Finished]) -> Timings:
+    """The account of a request that ended well, after checking that no stage is negative."""
+    end = events[-1]
+    assert isinstance(end, Finished)
+    assert end.timings is not None
+    assert min(end.timings.queue_s, end.timings.prefill_s, end.timings.decode_s) >= 0
+    return end.timings
 
 
 def expected(count: int) -> list[Token]:
@@ -170,7 +182,9 @@ async def test_without_a_prefill_worker_decode_reads_the_prompt() -> None:
             finish(channel, command.request.request_id, "stop")
 
         s["d1"].on_prefill = script
-        assert await collect(s, request()) == [*expected(2), Finished("stop")]
+        events = await collect(s, request())
+        assert events == [*expected(2), Finished("stop")]
+        assert timings_of(events).handoff_s == 0
         assert s.recorder.routes == ["local"]
 
 
@@ -182,7 +196,9 @@ async def test_a_request_that_ends_with_its_first_token_frees_the_reservation() 
             finish(channel, command.request.request_id)
 
         s["p1"].on_prefill = script
-        assert await collect(s, request(max_tokens=1)) == [*expected(1), Finished("length")]
+        events = await collect(s, request(max_tokens=1))
+        assert events == [*expected(1), Finished("length")]
+        assert timings_of(events).handoff_s == 0
         await s["d1"].wait_for(is_cancel)
         assert not any(isinstance(m, Cancel) for m in s["p1"].heard)
 
@@ -239,6 +255,7 @@ async def test_after_a_lost_decode_worker_the_stream_goes_on_from_the_tokens_sen
                     got_two.set()
         await asyncio.gather(*killers)
         assert events == [*expected(6), Finished("length")]
+        assert timings_of(events).num_attempts == 2
         first, code = s.recorder.retries
         assert code == "worker_lost"
         second = next(m for w in (d1, d2) if w.worker_id != first for m in w.heard if isinstance(m, Reserve))
@@ -253,6 +270,7 @@ async def test_a_worker_lost_after_the_last_token_does_not_ask_for_more() -> Non
         await s["d1"].kill()
         got += [event async for event in events]
         assert got == [*expected(3), Finished("length")]
+        assert timings_of(got).num_attempts == 1
 
 
 async def test_a_prefill_worker_lost_after_the_handoff_changes_nothing() -> None:
@@ -463,3 +481,51 @@ async def test_a_closed_fleet_ends_every_open_request_at_once() -> None:
             for attempt in (anext(running), waiting, collect(s, request())):
                 with pytest.raises(OverloadedError, match="shutting down"):
                     await attempt
+
+
+async def test_each_stage_holds_the_time_that_was_spent_in_it() -> None:
+    """The workers' own waits are measured here; each lies within one stage, and all stages within the whole."""
+    async with scene(*pair()) as s:
+        waits_s: list[float] = []
+        s["d1"].on_reserve = s["d1"].refuse
+        begun_s = time.monotonic()
+        stream = s.flow.generate(request(max_tokens=2), 5.0)
+        first = asyncio.create_task(anext(stream))
+        await s["d1"].wait_for(lambda m: isinstance(m, Reserve))
+        asked_s = time.monotonic()
+        s["d1"].on_reserve = s["d1"].grant
+        waits_s.append(time.monotonic() - asked_s)
+        s["d1"].channels[-1].send(s["d1"].status())
+        command = await s["p1"].wait_for(is_prefill)
+        assert isinstance(command, Prefill)
+        request_id, asked_s = command.request.request_id, time.monotonic()
+        waits_s.append(time.monotonic() - asked_s)
+        send_tokens(s["p1"].channels[-1], request_id, 0)
+        got = [await first]
+        asked_s = time.monotonic()
+
+        def end_it() -> None:
+            waits_s.append(time.monotonic() - asked_s)
+            send_tokens(s["d1"].channels[-1], request_id, 1)
+            finish(s["d1"].channels[-1], request_id)
+
+        s.recorder.on_handed_off = end_it
+        hand_off(s["p1"].channels[-1], request_id)
+        got += [event async for event in stream]
+        timings = timings_of(got)
+        stages_s = (timings.queue_s, timings.prefill_s, timings.decode_s)
+        assert all(stage_s >= wait_s for stage_s, wait_s in zip(stages_s, waits_s, strict=True))
+        assert timings.total_s <= time.monotonic() - begun_s
+        assert (timings.handoff_s, timings.num_attempts) == (0.001, 1)
+
+
+async def test_a_handoff_that_prefill_had_not_told_by_the_end_is_unknown() -> None:
+    async with scene(*pair()) as s:
+
+        def script(channel: Channel, command: Prefill) -> None:
+            send_tokens(channel, command.request.request_id, 0)
+            send_tokens(s["d1"].channels[-1], command.request.request_id, 1)
+            finish(s["d1"].channels[-1], command.request.request_id)
+
+        s["p1"].on_prefill = script
+        assert timings_of(await collect(s, request(max_tokens=2))).handoff_s is None

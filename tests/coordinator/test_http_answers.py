@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from contracts.request import GenerateRequest
+from contracts.request import Finished, GenerateRequest, Timings
 from engine.text.tokenizer import TextModel, load_text
-from tests.coordinator.fake_backend import EOS, reply
+from tests.coordinator.fake_backend import EOS, Script, reply
 from tests.coordinator.http_tools import MODEL, error_of, events, joined, make_config, service
 from tests.engine.text.builders import make_text
 
@@ -150,6 +150,67 @@ async def test_continuous_usage_never_decreases_and_ends_at_the_total() -> None:
 async def test_no_usage_unless_asked(options: Any) -> None:
     async with service() as s:
         assert all("usage" not in c for c in events(await s.chat(stream=True, stream_options=options)))
+
+
+TIMINGS = Timings(0.001, 0.25, 0.0123456, 1.5, num_attempts=2)
+TIMINGS_MS = {"queue": 1.0, "prefill": 250.0, "handoff": 12.346, "decode": 1500.0, "attempts": 2}
+
+
+def timed(*found: Timings | None) -> Script:
+    """An answer for each request in turn, with these timings."""
+    rest = list(found)
+    return lambda request: [65, Finished("stop", timings=rest.pop(0))]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("fields", [{"include_timings": True}, {"stream_options": {"include_timings": True}}])
+async def test_timings_come_with_the_last_usage_of_a_stream(path: str, fields: dict[str, Any]) -> None:
+    async with service(timed(TIMINGS)) as s:
+        *chunks, last = events(await s.client.post(path, json=body(path, stream=True, **fields)))
+        assert last["choices"] == []
+        assert last["usage"]["timings_ms"] == TIMINGS_MS
+        assert all(chunk["usage"] is None for chunk in chunks)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_timings_come_with_the_usage_of_a_whole_answer(path: str) -> None:
+    async with service(timed(TIMINGS)) as s:
+        answer = (await s.client.post(path, json=body(path, include_timings=True))).json()
+        assert answer["usage"]["timings_ms"] == TIMINGS_MS
+        assert answer["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize("asked", [{}, {"include_timings": False}, {"include_timings": None}])
+async def test_no_timings_unless_asked(asked: dict[str, Any]) -> None:
+    async with service(timed(TIMINGS, TIMINGS)) as s:
+        answer = (await s.chat(**asked)).json()
+        assert set(answer["usage"]) == {
+            "prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details",
+        }  # fmt: skip
+        options = {"include_usage": True, **asked}
+        chunks = events(await s.chat(stream=True, stream_options=options))
+        assert all("timings_ms" not in (chunk["usage"] or {}) for chunk in chunks)
+
+
+async def test_timings_of_several_outputs_are_those_of_the_longest() -> None:
+    quick = Timings(0.5, 0.25, 0.0, 0.5)
+    for found in ([quick, TIMINGS], [TIMINGS, quick]):
+        async with service(timed(*found)) as s:
+            answer = (await s.chat(n=2, temperature=1, include_timings=True)).json()
+            assert answer["usage"]["timings_ms"] == TIMINGS_MS
+
+
+async def test_timings_that_are_not_known_are_null() -> None:
+    async with service(timed(TIMINGS, None)) as s:
+        answer = (await s.chat(n=2, temperature=1, include_timings=True)).json()
+        assert answer["usage"]["timings_ms"] is None
+    async with service(timed(Timings(0.0, 0.5, None, 0.5))) as s:
+        assert (await s.chat(include_timings=True)).json()["usage"]["timings_ms"]["handoff"] is None
+    async with service(reply("one two")) as s:
+        answer = (await s.chat(stop=["two"], include_timings=True)).json()
+        assert answer["usage"]["timings_ms"] is None
+        answer = (await s.complete(max_tokens=0, echo=True, include_timings=True)).json()
+        assert answer["usage"]["timings_ms"] is None
 
 
 async def test_sampled_choices_have_seeds_of_their_own_and_greedy_ones_run_once() -> None:
