@@ -51,8 +51,8 @@ def server_times(url: str, run: LoadRun) -> dict[str, dict[str, Any]]:
 
 
 async def test_what_the_client_measures_is_what_the_server_did(url: str) -> None:
-    """By the server's own stamps, and by the requests that a machine busy with other things disturbed least: an error of
-    the client's own would be in all of them.
+    """By the server's own stamps, and by the request that a busy machine disturbed least: an error of the client's own
+    would be in all of them.
     """
     run = await measure(make_spec(url, arrival="closed", concurrency=2, seed=11))
     assert run.is_whole
