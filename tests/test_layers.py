@@ -13,12 +13,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("contracts", "engine", "kvtransfer", "worker", "prefill", "decode", "coordinator", "benchmarks")
+PACKAGES = (
+    "contracts", "policy", "engine", "kvtransfer", "worker", "prefill", "decode", "coordinator", "benchmarks",
+)  # fmt: skip
 
 # Packages of this repository and third-party modules that each floor may import; the standard library is free.
 # A name covers its submodules. What is missing from a floor is listed in RESTRICTED for single files.
 ALLOWED = {
     "contracts": {"pydantic", "yaml", "msgpack"},
+    "policy": {"contracts", "numpy"},  # decisions only: no I/O, no clock of its own
     "engine": {"contracts", "torch", "numpy", "tokenizers", "jinja2", "gguf", "safetensors"},
     "kvtransfer": {"contracts", "torch"},
     "worker": {"contracts", "engine", "kvtransfer", "torch", "numpy"},
@@ -28,7 +31,9 @@ ALLOWED = {
         "contracts", "engine.text", "engine.embedded", "fastapi", "starlette", "pydantic", "prometheus_client",
     },
     # A room of its own on top: it speaks HTTP to servers, and nothing imports it.
-    "benchmarks": {"contracts", "engine.text", "aiohttp", "numpy", "plotly", "pydantic", "rich", "uvloop", "yaml"},
+    "benchmarks": {
+        "contracts", "policy", "engine.text", "aiohttp", "numpy", "plotly", "pydantic", "rich", "uvloop", "yaml",
+    },
 }  # fmt: skip
 
 # file or folder -> what it alone may import beyond its floor

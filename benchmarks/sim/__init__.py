@@ -1,0 +1,1 @@
+"""Discrete-event simulation of a cluster: real policy, modelled devices, recorded workloads."""

@@ -1,0 +1,115 @@
+"""The clock, the workers and the requests; a Controller decides who works on what.
+
+Everything that happens is an entry on one heap, in order of time and then of being put there; random numbers come from
+one seeded generator per purpose. So a run is a function of its inputs and its seed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from benchmarks.metrics import Slo
+from benchmarks.sim.devices import Device
+from benchmarks.sim.memory import Memory
+from benchmarks.sim.requests import SimRequest
+from benchmarks.sim.worker import Chunker, Reading, SimWorker
+from policy.prefix import PrefixIndex
+
+OVERHEAD_S = 0.002
+"""HTTP, tokens and the way of a command, on every first token of every system."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """`noise`: standard deviation of the logarithm of a step's time around the device's formula."""
+
+    device: Device
+    num_workers: int
+    slo: Slo
+    seed: int = 0
+    noise: float = 0.03
+
+
+class Controller(Protocol):
+    """A serving system. Each call happens at its time on the clock."""
+
+    def start(self, cluster: Cluster) -> None: ...
+
+    def arrive(self, request: SimRequest, now_s: float) -> None: ...
+
+    def prompt_read(self, worker: SimWorker, reading: Reading, now_s: float) -> None: ...
+
+    def worker_changed(self, worker: SimWorker, ended: SimRequest | None, now_s: float) -> None:
+        """A step ended, or (`ended`) a stream on it."""
+
+
+class Cluster:
+    """One run. `index` lists every cached block, as block events would."""
+
+    def __init__(self, setup: Setup, controller: Controller, chunker: Callable[[int], Chunker]) -> None:
+        self.setup = setup
+        self.index = PrefixIndex()
+        self.now_s = 0.0
+        self.num_events = 0
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._order = 0
+        self._controller = controller
+        rng = random.Random(setup.seed)
+        # One table for all, entered at different places: a prime length, so that no two workers march in step.
+        noise = tuple(math.exp(rng.gauss(0.0, setup.noise)) for _ in range(4099))
+        self.workers = []
+        for number in range(setup.num_workers):
+            memory = Memory(f"w{number}", setup.device.kv_tokens, self.index)
+            worker = SimWorker(f"w{number}", setup.device, self, chunker(number), memory)
+            worker.noise, worker.noise_at = noise, rng.randrange(len(noise))
+            self.workers.append(worker)
+        self._link_free_s = dict.fromkeys((worker.worker_id for worker in self.workers), 0.0)
+        controller.start(self)
+
+    def run(self, requests: Sequence[SimRequest]) -> None:
+        """Until every request has ended."""
+        for request in requests:
+            self.call(request.arrived_s, self._controller.arrive, request)
+        heap = self._heap
+        while heap:
+            self.now_s, _, action, arguments = heapq.heappop(heap)
+            self.num_events += 1
+            action(*arguments, self.now_s)
+
+    def call(self, time_s: float, action: Callable[..., None], *arguments: object) -> None:
+        """`action(*arguments, now_s)` at `time_s`."""
+        self._order += 1
+        heapq.heappush(self._heap, (time_s, self._order, action, arguments))
+
+    def transfer_s(self, source: SimWorker, num_tokens: int, last_chunk: int, read_s: float) -> float:
+        """Moment at which KV read by `source` until `read_s` is elsewhere: chunks left while later ones were read,
+        and all leave through one link, one after the other.
+        """
+        device = self.setup.device
+        total_s = num_tokens * device.kv_bytes_per_token / device.link_bytes_per_s
+        last_s = min(num_tokens, last_chunk) * device.kv_bytes_per_token / device.link_bytes_per_s
+        free_s = self._link_free_s[source.worker_id]
+        end_s = max(free_s + total_s, read_s + last_s)
+        self._link_free_s[source.worker_id] = end_s
+        return end_s + 0.001
+
+    # --- Owner of the workers ---
+
+    def at(self, time_s: float, worker: SimWorker, version: int) -> None:
+        self._order += 1
+        heapq.heappush(self._heap, (time_s, self._order, worker.step_end, (version,)))
+
+    def prompt_read(self, worker: SimWorker, reading: Reading, now_s: float) -> None:
+        reading.request.first_token_s = now_s + OVERHEAD_S
+        self._controller.prompt_read(worker, reading, now_s)
+
+    def stream_ended(self, worker: SimWorker, request: SimRequest, now_s: float) -> None:
+        self._controller.worker_changed(worker, request, now_s)
+
+    def step_ended(self, worker: SimWorker, now_s: float) -> None:
+        self._controller.worker_changed(worker, None, now_s)

@@ -1,0 +1,191 @@
+"""Goodput of simulated systems: the highest rate at which nine of ten offered requests keep both promises.
+
+The best baseline is found as champions are: whoever fails at the champion's rate is out after one run, whoever passes
+is measured from there. So a table may try every static split without a search for each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.sim.baselines import BudgetChunker, CacheAware, RoundRobin, StaticSplit
+from benchmarks.sim.baton import Baton, Features
+from benchmarks.sim.cluster import Cluster, Controller, Setup
+from benchmarks.sim.requests import SimRequest
+from benchmarks.sim.worker import Chunker
+from benchmarks.sim.workloads import Workload
+
+TARGET = 0.9
+RAMP_SHARE = 0.05  # of the requests: an empty cluster flatters everybody
+READER_BUDGET = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """`build(setup)` gives a fresh controller and what sizes the steps of each worker."""
+
+    name: str
+    build: Callable[[Setup], tuple[Controller, Callable[[int], Chunker]]]
+
+
+@dataclass(slots=True)
+class Run:
+    """What one run showed. `speed`: simulated seconds of arrivals per second of one core."""
+
+    system: str
+    rate: float
+    attainment: float
+    ttft_share: float
+    tpot_share: float
+    refused_share: float
+    span_s: float
+    cpu_s: float
+    num_events: int
+    controller: Controller
+    requests: list[SimRequest] = field(repr=False)
+
+    @property
+    def speed(self) -> float:
+        return self.span_s / self.cpu_s
+
+
+def simulate(system: System, workload: Workload, rate: float, setup: Setup) -> Run:
+    """One run to the end of the last request. Raises RuntimeError if a request did not end exactly once."""
+    requests = workload.make(rate, setup.seed)
+    controller, chunker = system.build(setup)
+    began_s = time.process_time()
+    cluster = Cluster(setup, controller, chunker)
+    cluster.run(requests)
+    cpu_s = time.process_time() - began_s
+    lost = [request.number for request in requests if request.num_ends != 1]
+    if lost:
+        raise RuntimeError(f"{system.name}: expected one end per request but {len(lost)} had another number")
+    counted = requests[int(len(requests) * RAMP_SHARE) :]
+    size, slo = len(counted), setup.slo
+    return Run(
+        system.name,
+        rate,
+        sum(request.is_good(slo) for request in counted) / size,
+        sum(_is_prompt(request, slo.ttft_s) for request in counted) / size,
+        sum(request.tpot_s is None or request.tpot_s <= (slo.tpot_s or 1e9) for request in counted) / size,
+        sum(request.is_refused for request in counted) / size,
+        requests[-1].arrived_s,
+        cpu_s,
+        cluster.num_events,
+        controller,
+        requests,
+    )
+
+
+def _is_prompt(request: SimRequest, ttft_s: float | None) -> bool:
+    if request.first_token_s is None:
+        return False
+    return ttft_s is None or request.first_token_s - request.arrived_s <= ttft_s
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Where systems are compared."""
+
+    workload: Workload
+    setup: Setup
+    seeds: tuple[int, ...] = (0,)
+    tolerance: float = 0.02
+
+    def attains(self, system: System, rate: float) -> bool:
+        """On most of the seeds."""
+        setup = self.setup
+        passed = 0
+        for number, seed in enumerate(self.seeds):
+            seeded = Setup(setup.device, setup.num_workers, setup.slo, seed, setup.noise)
+            passed += simulate(system, self.workload, rate, seeded).attainment >= TARGET
+            if passed * 2 > len(self.seeds) or (number + 1 - passed) * 2 > len(self.seeds):
+                break
+        return passed * 2 > len(self.seeds)
+
+    def goodput(self, system: System, start: float, is_known_good: bool = False) -> float:
+        """Requests/s, to within `tolerance`; 0 where nothing above a thousandth of `start` attains.
+
+        Raises ValueError where a thousand times `start` still attains: the workload is over before it is a load.
+        """
+        low, high = (start, 0.0) if is_known_good else (0.0, 0.0)
+        rate = start * 1.15 if is_known_good else start
+        while not low or not high:
+            if self.attains(system, rate):
+                low, rate = rate, rate * 1.15 if not high else rate
+            else:
+                high, rate = rate, rate / 1.3 if not low else rate
+            if rate < start / 1000:
+                return 0.0
+            if rate > start * 1000:
+                raise ValueError(
+                    f"{self.workload.name}: expected more requests than anybody can serve at once"
+                )
+        while high / low > 1.0 + self.tolerance:
+            rate = (low * high) ** 0.5
+            if self.attains(system, rate):
+                low = rate
+            else:
+                high = rate
+        return low
+
+    def best(self, systems: Iterable[System], start: float) -> tuple[System | None, float]:
+        """(best system, its goodput), the first found first."""
+        champion: System | None = None
+        record = 0.0
+        for system in systems:
+            if champion is None:
+                record, champion = self.goodput(system, start), system
+            elif self.attains(system, record * (1.0 + self.tolerance / 2)):
+                record = self.goodput(system, record * (1.0 + self.tolerance / 2), is_known_good=True)
+                champion = system
+        return champion, record
+
+
+def baton(features: Features | None = None, name: str = "baton") -> System:
+    chosen = features or Features()
+
+    def build(setup: Setup) -> tuple[Controller, Callable[[int], Chunker]]:
+        slo = setup.slo
+        controller = Baton(chosen, slo.ttft_s or 1e9, slo.tpot_s or 1.0, setup.seed)
+
+        def chunker(number: int) -> Chunker:
+            return controller.chunker(number, setup.device.step_model(chosen.model_error))
+
+        return controller, chunker
+
+    return System(name, build)
+
+
+def round_robin(budget: int) -> System:
+    return System(f"colocated round robin, {budget} tokens", lambda _: (RoundRobin(), _budget(budget)))
+
+
+def cache_aware(budget: int) -> System:
+    return System(f"colocated cache-aware, {budget} tokens", lambda _: (CacheAware(), _budget(budget)))
+
+
+def static_split(num_readers: int) -> System:
+    def build(setup: Setup) -> tuple[Controller, Callable[[int], Chunker]]:
+        return StaticSplit(num_readers), _budget(READER_BUDGET)
+
+    return System(f"static split, {num_readers} readers", build)
+
+
+def _budget(budget: int) -> Callable[[int], Chunker]:
+    return lambda _: BudgetChunker(budget)
+
+
+def baselines(num_workers: int, budgets: Sequence[int], splits: Sequence[int] | None = None) -> list[System]:
+    """Every static split (or those given) and both colocated systems at every budget, likely champions first."""
+    chosen = splits or range(1, num_workers)
+    middle = sorted(chosen, key=lambda n: abs(n - 0.6 * num_workers))
+    colocated = [make(budget) for budget in budgets for make in (cache_aware, round_robin)]
+    split = [static_split(n) for n in middle]
+    mixed: list[System] = []
+    while colocated or split:
+        mixed += colocated[:1] + split[:2]
+        colocated, split = colocated[1:], split[2:]
+    return mixed

@@ -1,0 +1,103 @@
+"""What placement believes about each worker: the last report, plus everything dispatched since.
+
+Counting at dispatch is what spreads a burst: a report is always older than the last decision.
+
+    dispatch(): promised grows, prefill_free_s moves      prefilled(): the worker's own view replaces the guess
+    joined():   promised -> running                       released():  the stream ended, or never began
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from policy.step_model import StepModel
+
+RoleLabel = Literal["prefill", "decode", "mixed"]
+
+
+@dataclass(slots=True)
+class WorkerState:
+    """One worker. `running_*`: as reported; `promised_*`: placed on it and not yet decoding; `used_tokens`: KV that
+    running and promised streams may grow to; `prefill_free_s`: when its accepted prompts will be read; `gap_s`: the
+    tightest planned token gap among its streams.
+    """
+
+    worker_id: str
+    model: StepModel
+    role: RoleLabel = "mixed"
+    kv_tokens: int = 1 << 20
+    max_streams: int = 256
+    epoch: int = 0
+    is_open: bool = True  # ready, listed and not draining
+    running_streams: int = 0
+    running_context: int = 0
+    promised_streams: int = 0
+    promised_tokens: int = 0
+    used_tokens: int = 0
+    prefill_free_s: float = 0.0
+    num_prompts: int = 0
+    gap_s: float = math.inf
+
+    @property
+    def num_streams(self) -> int:
+        return self.running_streams + self.promised_streams
+
+    @property
+    def context_tokens(self) -> int:
+        return self.running_context + self.promised_tokens
+
+    def backlog_s(self, now_s: float) -> float:
+        return max(self.prefill_free_s - now_s, 0.0)
+
+
+class FleetView:
+    """All workers, by role. Roles change through `set_roles` only."""
+
+    def __init__(self, workers: Iterable[WorkerState] = ()) -> None:
+        self.workers: dict[str, WorkerState] = {worker.worker_id: worker for worker in workers}
+        self.prefills: list[WorkerState] = []
+        self.decodes: list[WorkerState] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """After a worker came, left, opened, closed or changed its role."""
+        live = [worker for worker in self.workers.values() if worker.is_open]
+        self.prefills = [worker for worker in live if worker.role != "decode"]
+        self.decodes = [worker for worker in live if worker.role != "prefill"]
+
+    def set_role(self, worker_id: str, role: RoleLabel, epoch: int) -> bool:
+        """False, and nothing changes, for an epoch that is not newer: a late order must not undo a newer one."""
+        return self.set_roles([(worker_id, role, epoch)]) == 1
+
+    def set_roles(self, orders: Iterable[tuple[str, RoleLabel, int]]) -> int:
+        """How many of the orders were new."""
+        num_new = 0
+        for worker_id, role, epoch in orders:
+            worker = self.workers[worker_id]
+            if epoch > worker.epoch:
+                worker.role, worker.epoch = role, epoch
+                num_new += 1
+        if num_new:
+            self.refresh()
+        return num_new
+
+
+def sample(workers: list[WorkerState], limit: int, rng: random.Random) -> list[WorkerState]:
+    """All of a small pool from a random one on, `limit` random ones of a large pool. Whoever takes the first of equals
+    from it breaks ties at random; the best of 6 random workers is close to the best of all (Mitzenmacher, 2001).
+    """
+    size = len(workers)
+    if size < 2:
+        return workers
+    start = int(rng.random() * size)
+    if size <= limit:
+        return workers[start:] + workers[:start]
+    # A stride without a common factor visits no worker twice.
+    stride = 1 + int(rng.random() * (size - 1))
+    while math.gcd(stride, size) != 1:
+        stride = stride % (size - 1) + 1
+    return [workers[(start + i * stride) % size] for i in range(limit)]

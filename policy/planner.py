@@ -1,0 +1,296 @@
+"""How many workers read and how many write: role flips first (seconds, no reload), replica counts second.
+
+For every split the step model says which request rate it could sustain at the mix of the last seconds:
+
+    readers   util · 1 / T_prefill(prompt)                              each, in large chunks
+    writers   B streams and C prompt tokens per step of the promised gap: B from the rate by Little's law,
+              C what is left of the step (policy/chunks.py), also used for prompts
+
+The split with the highest rate is wanted. It is taken when it beats the present one by the dead-band twice in a row, at
+once when the present one cannot carry the demand, and never back before the cool-down has passed. A flip drains first:
+the worker takes no new work of its old role, and its epoch tells late orders apart.
+With three workers or fewer all are mixed: there is nothing to gain from specialists one cannot spare.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from policy.chunks import Cadence
+from policy.fleet import RoleLabel, WorkerState
+from policy.step_model import StepModel, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """The demand of the last seconds. `new_tokens`: mean prompt tokens not found in any cache; `prompt_tokens`: all."""
+
+    requests_per_s: float
+    prompt_tokens: float
+    new_tokens: float
+    output_tokens: float
+    cadence: Cadence
+
+
+class Demand:
+    """An exponentially weighted Mix: `window_s` is the age at which a request counts 1/e.
+
+    Mean output is tokens written per answer ended, both in the window: answers still running count with what they have
+    (the estimator of an exponential life under censoring), so longer answers are noticed before the first has ended.
+    """
+
+    SHORT_SHARE: ClassVar[float] = 0.1
+    SHORT_STEP: ClassVar[float] = 0.1
+
+    def __init__(self, cadence: Cadence, window_s: float = 10.0, expected_output: float = 200.0) -> None:
+        self._cadence = cadence
+        self._window_s = window_s
+        self._written, self._ended = expected_output, 1.0
+        self._count = self._prompt = self._new = 0.0
+        self._short = expected_output / 10
+        self._since_s: float | None = None
+        self._updated_s = 0.0
+
+    def arrived(self, prompt_tokens: int, new_tokens: int, now_s: float) -> None:
+        self._decay(now_s)
+        self._count += 1.0
+        self._prompt += prompt_tokens
+        self._new += new_tokens
+
+    def wrote(self, num_tokens: int, now_s: float) -> None:
+        """Tokens of all streams since the last call."""
+        self._decay(now_s)
+        self._written += num_tokens
+
+    def finished(self, output_tokens: int, now_s: float) -> None:
+        self._decay(now_s)
+        self._ended += 1.0
+        # A quantile by small steps: down for a shorter one, up for a longer one, at rest where a tenth is shorter.
+        below = 1.0 if output_tokens < self._short else 0.0
+        self._short *= math.exp(self.SHORT_STEP * (self.SHORT_SHARE - below))
+
+    @property
+    def expected_output(self) -> int:
+        return max(1, int(self._written / max(self._ended, 1e-9)))
+
+    @property
+    def short_output(self) -> float:
+        """The length that nine of ten answers exceed."""
+        return self._short
+
+    def mix(self, now_s: float) -> Mix | None:
+        """None before anybody came."""
+        self._decay(now_s)
+        if self._count < 1e-3 or self._since_s is None:
+            return None
+        # The weights of a window not yet full sum to less than window_s.
+        seconds = self._window_s * (1.0 - math.exp(-max(now_s - self._since_s, 0.1) / self._window_s))
+        return Mix(
+            self._count / seconds,
+            self._prompt / self._count,
+            self._new / self._count,
+            self.expected_output,
+            self._cadence,
+        )
+
+    def _decay(self, now_s: float) -> None:
+        if self._since_s is None:
+            self._since_s = self._updated_s = now_s
+        passed_s = now_s - self._updated_s
+        if passed_s < self._window_s / 100:
+            return
+        keep = math.exp(-passed_s / self._window_s)
+        self._count, self._prompt, self._new = self._count * keep, self._prompt * keep, self._new * keep
+        if self._ended > 1.0:  # the last answer is remembered until there is another
+            self._written, self._ended = self._written * keep, self._ended * keep
+        self._updated_s = now_s
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """`drain_first`: the worker finishes what it has in its old role before it is full in the new one."""
+
+    worker_id: str
+    role: RoleLabel
+    epoch: int
+    drain_first: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`rates`: sustainable requests/s of every split weighed, {number of readers: rate}. `num_workers`: replicas wanted
+    for the demand at the target utilisation.
+    """
+
+    flips: tuple[Flip, ...]
+    num_prefill: int
+    wanted_prefill: int
+    num_workers: int
+    rates: dict[int, float]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRules:
+    dead_band: float = 0.05
+    cool_down_s: float = 10.0
+    confirmations: int = 2
+    utilization: float = 0.85
+    local_utilization: float = 0.8
+    replica_utilization: float = 0.8
+    replica_dead_band: float = 0.15
+    prefill_chunk: int = 4096
+    max_streams: int = 256
+
+
+def sustainable_rate(
+    model: StepModel, mix: Mix, num_readers: int, num_writers: int, kv_tokens: int, rules: PlanRules
+) -> float:
+    """Requests/s that this split carries with every promise kept; see the module's head for the formula."""
+    reader_s = model.prefill_s(
+        max(1, int(mix.new_tokens)), int(mix.prompt_tokens - mix.new_tokens), rules.prefill_chunk
+    )
+    reader_rate = num_readers * rules.utilization / max(reader_s, 1e-9)
+    if num_writers == 0:
+        return 0.0
+    context = mix.prompt_tokens + mix.output_tokens / 2
+    most_streams = min(rules.max_streams, 0.95 * kv_tokens / max(context, 1.0))
+    gap_s = mix.cadence.gap_s
+    chunk_past = int(mix.prompt_tokens / 2)
+    low, high = 0.0, num_writers * most_streams / max(mix.output_tokens * model.decode.base_s, 1e-9)
+    for _ in range(16):
+        rate = (low + high) / 2
+        # Full steps last the whole gap; so many streams are alive at a time.
+        streams = rate * mix.output_tokens * gap_s / num_writers
+        fits = streams <= most_streams and (
+            model.decode_step_s(streams, streams * context) * model.margin <= gap_s
+        )
+        if fits and rate > reader_rate:
+            decodes = Work(0, 0, math.ceil(streams), int(streams * context))
+            chunk = model.largest_chunk(decodes, chunk_past, gap_s, rules.prefill_chunk)
+            local_rate = rules.local_utilization * num_writers * chunk / gap_s / max(mix.new_tokens, 1.0)
+            fits = reader_rate + local_rate >= rate
+        if fits:
+            low = rate
+        else:
+            high = rate
+    return low
+
+
+class Planner:
+    """One step of `plan` every second or so; keeps what hysteresis needs."""
+
+    MAX_SPLITS: ClassVar[int] = 16  # weighed at once; around the best of a coarse grid a finer one follows
+
+    def __init__(self, rules: PlanRules, kv_tokens: int) -> None:
+        self._rules = rules
+        self._kv_tokens = kv_tokens
+        self._flipped_s = -math.inf
+        self._asked = self._direction = 0  # +1 towards more readers
+        self._confirmed = 0
+        self._epoch = 0
+        self._num_workers = 0
+
+    def plan(self, mix: Mix | None, workers: Sequence[WorkerState], now_s: float) -> Plan:
+        """What to change now; `reason` says why, or why not."""
+        live = [worker for worker in workers if worker.is_open]
+        num_prefill = sum(worker.role == "prefill" for worker in live)
+        self._num_workers = self._num_workers or len(live)
+        if len(live) <= 3:
+            flips = [self._flip(worker, "mixed") for worker in live if worker.role != "mixed"]
+            return Plan(tuple(flips), 0, 0, self._num_workers, {}, "three workers or fewer: all mixed")
+        if mix is None:
+            return Plan((), num_prefill, num_prefill, self._num_workers, {}, "no demand seen")
+        model = _typical(live).model
+        rates = self._rates(model, mix, len(live), num_prefill)
+        best = max(rates, key=lambda n: (rates[n], -abs(n - num_prefill)))
+        mixed = [worker for worker in live if worker.role == "mixed"]
+        if mixed or num_prefill in (0, len(live)):
+            flips = self._first_labels(live, best)
+            return Plan(
+                tuple(flips), num_prefill, best, self._replicas(mix, rates, len(live)), rates, "labels"
+            )
+        wanted, reason = self._hysteresis(mix, rates, num_prefill, best, now_s)
+        flips = self._flips(live, num_prefill, wanted)
+        if flips:
+            self._flipped_s, self._confirmed = now_s, 0
+            self._direction = 1 if wanted > num_prefill else -1
+        replicas = self._replicas(mix, rates, len(live))
+        return Plan(tuple(flips), num_prefill, best, replicas, rates, reason)
+
+    def _rates(self, model: StepModel, mix: Mix, size: int, present: int) -> dict[int, float]:
+        """Rates rise with readers while prompts are what is short, and fall once writers are: one peak."""
+        rates: dict[int, float] = {}
+
+        def weigh(num_readers: int) -> float:
+            if num_readers not in rates:
+                rates[num_readers] = sustainable_rate(
+                    model, mix, num_readers, size - num_readers, self._kv_tokens, self._rules
+                )
+            return rates[num_readers]
+
+        weigh(max(1, min(present, size - 1)))
+        low, high = 1, size - 1
+        while True:
+            stride = max(1, (high - low) // self.MAX_SPLITS)
+            best = max((*range(low, high + 1, stride), high), key=weigh)
+            if stride == 1:
+                return dict(sorted(rates.items()))
+            low, high = max(1, best - stride), min(size - 1, best + stride)
+
+    def _hysteresis(
+        self, mix: Mix, rates: dict[int, float], present: int, best: int, now_s: float
+    ) -> tuple[int, str]:
+        rules = self._rules
+        gain = rates[best] / max(rates[present], 1e-9) - 1.0
+        if best == present or gain < rules.dead_band:
+            self._confirmed = 0
+            return present, f"dead-band: {best} readers would carry {gain:+.1%}"
+        direction = 1 if best > present else -1
+        self._confirmed = self._confirmed + 1 if direction == self._asked else 1
+        self._asked = direction
+        if direction != self._direction and now_s - self._flipped_s < rules.cool_down_s:
+            return present, f"cool-down: {best} readers would carry {gain:+.1%}"
+        is_starving = rates[present] < mix.requests_per_s
+        if not is_starving and self._confirmed < rules.confirmations:
+            return present, f"to be confirmed: {best} readers would carry {gain:+.1%}"
+        return best, f"{best} readers carry {gain:+.1%}" + (": starving" if is_starving else "")
+
+    def _flips(self, live: Sequence[WorkerState], present: int, wanted: int) -> list[Flip]:
+        """Whoever has least to finish in its old role goes first."""
+        if wanted > present:
+            writers = sorted((w for w in live if w.role == "decode"), key=lambda w: w.num_streams)
+            return [self._flip(worker, "prefill") for worker in writers[: wanted - present]]
+        readers = sorted((w for w in live if w.role == "prefill"), key=lambda w: w.prefill_free_s)
+        return [self._flip(worker, "decode") for worker in readers[: present - wanted]]
+
+    def _first_labels(self, live: Sequence[WorkerState], wanted: int) -> list[Flip]:
+        ordered = sorted(live, key=lambda w: w.num_streams)
+        flips = []
+        for position, worker in enumerate(ordered):
+            role: RoleLabel = "prefill" if position < wanted else "decode"
+            if worker.role != role:
+                flips.append(self._flip(worker, role))
+        return flips
+
+    def _flip(self, worker: WorkerState, role: RoleLabel) -> Flip:
+        self._epoch = max(self._epoch, worker.epoch) + 1
+        return Flip(worker.worker_id, role, self._epoch)
+
+    def _replicas(self, mix: Mix, rates: dict[int, float], size: int) -> int:
+        """Workers that carry the demand at the target utilisation, moved only out of the dead-band."""
+        rules = self._rules
+        load = mix.requests_per_s / max(max(rates.values()), 1e-9)
+        wanted = max(2, math.ceil(size * load / rules.replica_utilization))
+        if abs(wanted - self._num_workers) > rules.replica_dead_band * self._num_workers:
+            self._num_workers = wanted
+        return self._num_workers
+
+
+def _typical(workers: Sequence[WorkerState]) -> WorkerState:
+    """The median by speed: one slow worker must not speak for all."""
+    ordered = sorted(workers[:: max(1, len(workers) // 64)], key=lambda w: w.model.mixed.token_s)
+    return ordered[len(ordered) // 2]

@@ -1,0 +1,195 @@
+"""Placement keeps residents' promises, counts at dispatch, and takes the cheapest way that is in time."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policy.fleet import FleetView, WorkerState, sample
+from policy.place import PlaceRules, dispatch, joined, released
+from policy.step_model import Work
+from tests.policy.builders import make_job, make_placer, make_worker
+
+
+def pools(num_prefill: int, num_decode: int, streams: int = 50) -> FleetView:
+    prefills = [make_worker(f"p{n}", "prefill") for n in range(num_prefill)]
+    decodes = [make_worker(f"d{n}", "decode", streams) for n in range(num_decode)]
+    return FleetView([*prefills, *decodes])
+
+
+def test_an_idle_prefill_worker_spares_the_streams() -> None:
+    decision = make_placer().place(make_job(), pools(2, 2), 0.0)
+    assert decision.chosen is not None
+    assert decision.chosen.kind == "remote"
+    assert decision.chosen.prefill_id.startswith("p")
+    assert {option.kind for option in decision.options} == {"remote", "local"}
+
+
+def test_a_busy_pool_deflects_to_the_time_streams_leave() -> None:
+    fleet = pools(2, 2)
+    for worker in fleet.prefills:
+        worker.prefill_free_s = 5.0
+    chosen = make_placer().place(make_job(prompt_tokens=300), fleet, 0.0).chosen
+    assert chosen is not None
+    assert chosen.kind == "local"
+    assert chosen.prefill_id == chosen.decode_id
+
+
+def test_a_held_prefix_draws_by_the_time_it_saves() -> None:
+    fleet = pools(2, 2)
+    job = make_job(prompt_tokens=8000, deadline_s=2.0, held={"d1": 7900})
+    chosen = make_placer().place(job, fleet, 0.0).chosen
+    assert chosen is not None
+    assert (chosen.kind, chosen.decode_id) == ("local", "d1")
+
+
+def test_a_held_prefix_does_not_draw_to_a_full_worker() -> None:
+    fleet = pools(2, 2)
+    fleet.workers["d1"].used_tokens = fleet.workers["d1"].kv_tokens
+    chosen = make_placer().place(make_job(8000, 2.0, {"d1": 7900}), fleet, 0.0).chosen
+    assert chosen is not None
+    assert chosen.decode_id == "d0"
+
+
+def test_residents_promises_bound_a_worker() -> None:
+    fleet = FleetView([make_worker("p", "prefill"), make_worker("d", "decode", streams=255)])
+    fleet.workers["d"].gap_s = 0.016  # 255 streams take 10 + 5.1 + 2.6 ms
+    decision = make_placer().place(make_job(), fleet, 0.0)
+    assert decision.chosen is not None
+    assert decision.chosen.decode_id == "p"  # prefill workers decode before anybody is refused
+
+
+def test_no_room_anywhere_is_an_answer() -> None:
+    fleet = FleetView([make_worker("m", "mixed", streams=256)])
+    decision = make_placer().place(make_job(), fleet, 0.0)
+    assert (decision.chosen, decision.verdict) == (None, "no_decode_room")
+
+
+def test_too_late_is_not_placed_and_says_what_was_weighed() -> None:
+    decision = make_placer().place(make_job(prompt_tokens=50_000, deadline_s=0.5), pools(1, 1), 0.0)
+    assert (decision.chosen, decision.verdict) == (None, "too_late")
+    assert all(option.ttft_s > 0.5 or option.drawback for option in decision.options)
+
+
+def test_who_may_be_late_is_served_once_late() -> None:
+    job = replace(make_job(prompt_tokens=50_000, deadline_s=0.5), may_be_late=True)
+    placer, fleet = make_placer(), pools(1, 1)
+    assert placer.place(job, fleet, 0.0).verdict == "too_late"
+    assert placer.place(job, fleet, 0.6).verdict == "placed"
+
+
+def test_busy_workers_are_waited_for() -> None:
+    fleet = pools(1, 1)
+    for worker in fleet.workers.values():
+        worker.prefill_free_s = 3.0
+    assert make_placer().place(make_job(), fleet, 0.0).verdict == "workers_busy"
+
+
+def test_leftover_work_leaves_room() -> None:
+    streams = 240  # 10 + 4.8 + 2.4 ms: within 0.92 of 20 ms, not within 0.7
+    fleet = pools(1, 1, streams)
+    fleet.workers["d0"].gap_s = 0.020
+    fleet.workers["p0"].max_streams = 0  # it only reads
+    placer = make_placer()
+    assert placer.place(make_job(100), fleet, 0.0).chosen is not None
+    assert placer.place(make_job(100, is_leftover=True), fleet, 0.0).verdict == "no_decode_room"
+
+
+def test_load_counts_at_dispatch_so_a_burst_spreads() -> None:
+    fleet, placer = pools(4, 4), make_placer()
+    readers: Counter[str] = Counter()
+    writers: Counter[str] = Counter()
+    for _ in range(4):
+        job = make_job()
+        chosen = placer.place(job, fleet, 0.0).chosen
+        assert chosen is not None
+        dispatch(chosen, job, fleet, 0.0)
+        readers[chosen.prefill_id] += 1
+        writers[chosen.decode_id] += 1
+    assert set(readers.values()) == {1}
+    assert set(writers.values()) == {1}
+
+
+def test_ties_are_broken_at_random_and_by_seed() -> None:
+    def first(seed: int) -> str:
+        chosen = make_placer(seed).place(make_job(), pools(8, 8), 0.0).chosen
+        assert chosen is not None
+        return chosen.prefill_id
+
+    assert len({first(seed) for seed in range(20)}) > 3
+    assert [first(seed) for seed in range(5)] == [first(seed) for seed in range(5)]
+
+
+def test_closed_workers_get_nothing() -> None:
+    fleet = pools(2, 2)
+    fleet.workers["p0"].is_open = fleet.workers["d0"].is_open = False
+    fleet.refresh()
+    chosen = make_placer().place(make_job(), fleet, 0.0).chosen
+    assert chosen is not None
+    assert (chosen.prefill_id, chosen.decode_id) == ("p1", "d1")
+
+
+def test_an_older_role_order_changes_nothing() -> None:
+    fleet = pools(2, 2)
+    assert fleet.set_role("p0", "decode", epoch=2)
+    assert not fleet.set_role("p0", "prefill", epoch=1)
+    assert fleet.workers["p0"].role == "decode"
+    assert len(fleet.decodes) == 3
+
+
+@settings(deadline=None)
+@given(
+    jobs=st.lists(st.tuples(st.integers(10, 20_000), st.floats(0.05, 10.0)), min_size=1, max_size=60),
+    num_prefill=st.integers(0, 5),
+    num_decode=st.integers(1, 5),
+    seed=st.integers(0, 1000),
+)
+def test_nobody_is_promised_what_a_worker_cannot_keep(
+    jobs: list[tuple[int, float]], num_prefill: int, num_decode: int, seed: int
+) -> None:
+    fleet, placer, rules = pools(num_prefill, num_decode, streams=100), make_placer(seed), PlaceRules()
+    placed = []
+    for tokens, deadline_s in jobs:
+        job = make_job(tokens, deadline_s)
+        chosen = placer.place(job, fleet, 0.0).chosen
+        if chosen is None:
+            continue
+        assert chosen.ttft_s <= deadline_s
+        dispatch(chosen, job, fleet, 0.0)
+        placed.append((chosen, job))
+        writer = fleet.workers[chosen.decode_id]
+        step_s = writer.model.predict_s(Work(0, 0, writer.num_streams, writer.context_tokens))
+        assert step_s <= rules.gap_share * 0.040
+        assert writer.used_tokens <= writer.kv_tokens * rules.kv_share
+    for number, (chosen, job) in enumerate(placed):
+        writer = fleet.workers[chosen.decode_id]
+        if number % 2:
+            joined(writer, job, writer.running_streams + 1, writer.running_context + job.prompt_tokens)
+            released(writer, job, 0.040)
+        else:
+            released(writer, job, 0.040, was_promised=True)
+    for worker in fleet.workers.values():
+        streams = 100 if worker.role == "decode" else 0
+        assert worker.promised_streams == worker.promised_tokens == 0
+        assert worker.used_tokens == streams * 1000
+
+
+@settings(deadline=None)
+@given(size=st.integers(0, 60), limit=st.integers(1, 20), seed=st.integers(0, 100))
+def test_a_sample_holds_nobody_twice(size: int, limit: int, seed: int) -> None:
+    workers: list[WorkerState] = [make_worker(str(n)) for n in range(size)]
+    found = sample(workers, limit, random.Random(seed))
+    assert len({worker.worker_id for worker in found}) == len(found) == min(size, limit) or size < 2
+
+
+def test_options_carry_the_numbers_for_whoever_asks_why() -> None:
+    decision = make_placer().place(make_job(), pools(1, 1), 0.0)
+    chosen = decision.chosen
+    assert chosen is not None
+    assert chosen in decision.options
+    assert chosen._asdict()["ttft_s"] == pytest.approx(0.005 + 0.1 + 0.001 + 0.002, rel=0.01)

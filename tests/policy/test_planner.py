@@ -1,0 +1,149 @@
+"""Plans follow the mix, not the noise; flips are few, ordered and explained."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policy.chunks import Cadence
+from policy.fleet import FleetView
+from policy.planner import Demand, Mix, Plan, Planner, PlanRules, sustainable_rate
+from tests.policy.builders import make_model, make_worker
+
+KV = 1 << 20
+
+
+def mix(rate: float = 10.0, prompt: float = 1000, output: float = 200) -> Mix:
+    return Mix(rate, prompt, prompt, output, Cadence(0.040))
+
+
+def fleet_of(num_prefill: int, num_decode: int) -> FleetView:
+    prefills = [make_worker(f"p{n}", "prefill") for n in range(num_prefill)]
+    return FleetView([*prefills, *(make_worker(f"d{n}", "decode", 10 + n) for n in range(num_decode))])
+
+
+def carry_out(plan: Plan, fleet: FleetView) -> None:
+    for flip in plan.flips:
+        assert flip.drain_first
+        assert fleet.set_role(flip.worker_id, flip.role, flip.epoch)
+
+
+def test_long_prompts_want_readers_and_long_answers_writers() -> None:
+    def wanted(prompt: float, output: float) -> int:
+        plan = Planner(PlanRules(), KV).plan(
+            mix(10.0, prompt, output), list(fleet_of(4, 4).workers.values()), 0.0
+        )
+        return plan.wanted_prefill
+
+    assert wanted(8000, 20) > wanted(1000, 200) > wanted(100, 2000)
+
+
+def test_a_shift_is_followed_after_confirmation_with_least_loaded_first() -> None:
+    fleet, planner = fleet_of(2, 6), Planner(PlanRules(), KV)
+    calm = mix(0.1, 8000, 20)
+    first = planner.plan(calm, list(fleet.workers.values()), 0.0)
+    assert first.flips == ()
+    assert "confirmed" in first.reason
+    second = planner.plan(calm, list(fleet.workers.values()), 1.0)
+    assert [flip.worker_id for flip in second.flips][:2] == ["d0", "d1"]
+    carry_out(second, fleet)
+    assert len(fleet.prefills) == second.wanted_prefill
+
+
+def test_starvation_needs_no_confirmation() -> None:
+    plan = Planner(PlanRules(), KV).plan(mix(1000.0, 8000, 20), list(fleet_of(1, 7).workers.values()), 0.0)
+    assert plan.flips
+    assert "starving" in plan.reason
+
+
+def test_no_way_back_before_the_cool_down() -> None:
+    fleet, planner = fleet_of(4, 4), Planner(PlanRules(cool_down_s=10.0), KV)
+    carry_out(planner.plan(mix(1000.0, 8000, 20), list(fleet.workers.values()), 0.0), fleet)
+    back = mix(1000.0, 50, 2000)
+    early = planner.plan(back, list(fleet.workers.values()), 5.0)
+    assert early.flips == ()
+    assert "cool-down" in early.reason
+    assert planner.plan(back, list(fleet.workers.values()), 11.0).flips
+
+
+def test_a_small_gain_moves_nobody() -> None:
+    fleet, planner = fleet_of(4, 4), Planner(PlanRules(dead_band=10.0), KV)
+    for now in range(5):
+        plan = planner.plan(mix(1.0, 8000, 20), list(fleet.workers.values()), float(now))
+        assert plan.flips == ()
+        assert "dead-band" in plan.reason
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_three_or_fewer_are_all_mixed(size: int) -> None:
+    fleet = fleet_of(size, 0)
+    carry_out(Planner(PlanRules(), KV).plan(mix(), list(fleet.workers.values()), 0.0), fleet)
+    assert {worker.role for worker in fleet.workers.values()} == {"mixed"}
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    size=st.integers(4, 40),
+    steps=st.lists(
+        st.tuples(st.floats(0.1, 1000), st.floats(10, 20_000), st.floats(2, 3000)), min_size=1, max_size=8
+    ),
+)
+def test_one_of_each_role_always_remains_and_epochs_grow(
+    size: int, steps: list[tuple[float, float, float]]
+) -> None:
+    fleet, planner = fleet_of(size // 2, size - size // 2), Planner(PlanRules(), KV)
+    newest = 0
+    for now, (rate, prompt, output) in enumerate(steps):
+        plan = planner.plan(mix(rate, prompt, output), list(fleet.workers.values()), now * 20.0)
+        for flip in plan.flips:
+            assert flip.epoch > newest
+            newest = flip.epoch
+        carry_out(plan, fleet)
+        assert fleet.prefills
+        assert fleet.decodes
+        assert len(fleet.prefills) + len(fleet.decodes) == size
+        assert plan.wanted_prefill in plan.rates
+        assert plan.num_workers >= 2
+
+
+def test_replicas_follow_demand_out_of_the_dead_band() -> None:
+    planner, workers = Planner(PlanRules(), KV), list(fleet_of(4, 4).workers.values())
+    best = max(planner.plan(mix(1.0), workers, 0.0).rates.values())
+    assert planner.plan(mix(best * 1.6), workers, 1.0).num_workers >= 14
+    assert planner.plan(mix(best * 0.2), workers, 2.0).num_workers <= 3
+
+
+def test_more_workers_carry_more() -> None:
+    model, rules = make_model(), PlanRules()
+    rates = [sustainable_rate(model, mix(), n, n, KV, rules) for n in (1, 2, 4)]
+    assert rates[1] == pytest.approx(2 * rates[0], rel=0.02)
+    assert rates[2] == pytest.approx(4 * rates[0], rel=0.02)
+    assert sustainable_rate(model, mix(), 4, 0, KV, rules) == 0.0
+
+
+def test_demand_measures_rate_and_lengths() -> None:
+    demand = Demand(Cadence(0.040), window_s=10.0)
+    assert demand.mix(0.0) is None
+    for number in range(2000):
+        now_s = number * 0.05
+        demand.arrived(1000, 400, now_s)
+        demand.wrote(150, now_s)
+        demand.finished(150 if number % 5 else 30, now_s)
+    found = demand.mix(100.0)
+    assert found is not None
+    assert found.requests_per_s == pytest.approx(20.0, rel=0.05)
+    assert (found.prompt_tokens, found.new_tokens) == (pytest.approx(1000), pytest.approx(400))
+    assert found.output_tokens == pytest.approx(150, rel=0.05)
+    assert 20 < demand.short_output < 40  # a fifth of the answers has 30
+
+
+def test_longer_answers_are_noticed_before_the_first_has_ended() -> None:
+    demand = Demand(Cadence(0.040), window_s=10.0)
+    for number in range(200):
+        demand.wrote(10, number * 0.1)
+        demand.finished(10, number * 0.1)
+    assert demand.expected_output < 20
+    for number in range(100):
+        demand.wrote(100, 20 + number * 0.1)
+    assert demand.expected_output > 20

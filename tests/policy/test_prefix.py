@@ -1,0 +1,84 @@
+"""The index tells the truth about leading blocks, and keeps tenants apart."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contracts.blocks import block_hashes
+from policy.prefix import PrefixIndex, keys_of, tenant_salt
+
+CHAINS = st.lists(
+    st.tuples(st.sampled_from("abcd"), st.integers(0, 3), st.integers(1, 12)), min_size=1, max_size=20
+)
+
+
+def chain(branch: int, length: int) -> list[int]:
+    """Chains share their first four blocks and differ after."""
+    return [n if n < 4 else 1000 * (branch + 1) + n for n in range(length)]
+
+
+@settings(deadline=None)
+@given(stored=CHAINS, branch=st.integers(0, 3), length=st.integers(1, 12))
+def test_longest_is_what_a_walk_finds(stored: list[tuple[str, int, int]], branch: int, length: int) -> None:
+    index = PrefixIndex()
+    holds: dict[str, set[int]] = {}
+    for worker, other, size in stored:
+        index.add(worker, chain(other, size))
+        holds.setdefault(worker, set()).update(chain(other, size))
+    asked = chain(branch, length)
+    expected = {}
+    for worker, keys in holds.items():
+        depth = next((n for n, key in enumerate(asked) if key not in keys), len(asked))
+        if depth:
+            expected[worker] = depth
+    assert index.longest(asked) == expected
+
+
+@settings(deadline=None)
+@given(stored=CHAINS, kept=st.integers(0, 11))
+def test_evicted_ends_are_gone_and_beginnings_stay(stored: list[tuple[str, int, int]], kept: int) -> None:
+    index = PrefixIndex()
+    for worker, other, size in stored:
+        index.add(worker, chain(other, size))
+    worker, other, size = stored[0]
+    index.remove(worker, chain(other, 12)[kept:])
+    assert index.longest(chain(other, 12)).get(worker, 0) <= max(kept, 0)
+    index.remove("nobody", chain(other, 12))
+
+
+def test_a_dropped_worker_is_never_named_and_leaves_with_compact() -> None:
+    index = PrefixIndex()
+    index.add("a", [1, 2, 3])
+    index.add("b", [1, 2])
+    index.drop_worker("a")
+    assert index.longest([1, 2, 3]) == {"b": 2}
+    index.compact()
+    assert len(index) == 2
+    index.add("a", [1])
+    assert index.longest([1, 2]) == {"a": 1, "b": 2}
+
+
+def test_the_oldest_entries_make_room() -> None:
+    index = PrefixIndex(max_blocks=3)
+    index.add("a", [1, 2, 3, 4])
+    assert len(index) == 3
+    assert index.longest([2, 3, 4]) == {"a": 3}
+
+
+def test_holders_of_one_block_are_bounded() -> None:
+    index = PrefixIndex()
+    for number in range(200):
+        index.add(f"w{number}", [7])
+    assert len(index.longest([7])) == PrefixIndex.MAX_HOLDERS
+
+
+def test_tenants_share_nothing() -> None:
+    tokens = list(range(64))
+    salts = [tenant_salt(b"secret", tenant) for tenant in ("one", "two")]
+    one, two = (keys_of(block_hashes(tokens, 16, salt)) for salt in salts)
+    assert not set(one) & set(two)
+    assert tenant_salt(b"other", "one") != salts[0]
+    index = PrefixIndex()
+    index.add("a", one)
+    assert index.longest(two) == {}
