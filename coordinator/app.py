@@ -18,7 +18,6 @@ import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from ipaddress import ip_address
 from typing import Any
 
 from fastapi import FastAPI
@@ -28,6 +27,7 @@ from ray.serve.handle import DeploymentHandle
 
 from contracts.config import BatonConfig, EngineConfig, load_config
 from contracts.messages import Role
+from coordinator.addresses import is_loopback_host
 from coordinator.cluster import ClusterBackend
 from coordinator.drain import Drain
 from coordinator.fleet import Fleet
@@ -156,7 +156,4 @@ def _sees_clients() -> bool:
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
         return True
     client = _get_global_client()
-    try:
-        return client is not None and ip_address(str(client.http_config.host)).is_loopback
-    except ValueError:
-        return str(client.http_config.host) == "localhost"
+    return client is not None and is_loopback_host(str(client.http_config.host))

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hmac
 from dataclasses import asdict
-from ipaddress import IPv6Address, ip_address
 from typing import Any
 
 from starlette.requests import Request
 
 from contracts.errors import AuthenticationError, PermissionDenied
+from coordinator.addresses import is_loopback
 from coordinator.backend import WorkerAudit
 
 
@@ -50,17 +50,7 @@ def _worker(worker: WorkerAudit) -> dict[str, Any]:
 
 
 def _is_local(request: Request) -> bool:
-    if request.client is None or not _is_loopback(request.client.host):
+    if request.client is None or not is_loopback(request.client.host):
         return False
     forwarded = request.headers.getlist("x-forwarded-for")
-    return not forwarded or _is_loopback(forwarded[-1].rpartition(",")[2].strip())
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        ip = ip_address(address)
-    except ValueError:
-        return False
-    if isinstance(ip, IPv6Address) and ip.ipv4_mapped is not None:
-        return ip.ipv4_mapped.is_loopback
-    return ip.is_loopback
+    return not forwarded or is_loopback(forwarded[-1].rpartition(",")[2].strip())

@@ -27,13 +27,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from contracts.config import BatonConfig, PoolConfig, cache_dir, load_config
 from contracts.errors import ConfigError
+from coordinator.addresses import is_loopback_host
 from coordinator.ending import give_back, wait_lost
 from coordinator.instance import Claim, Instance, claim_port, stop
 from coordinator.progress import WorkerLog, reason_of
@@ -351,18 +351,11 @@ def _summary(claim: Claim, stages: Stages) -> None:
         {"model": model, "messages": [{"role": "user", "content": "Say hello."}], "stream": True}
     )
     print(f"\n  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
-    if not _is_loopback(claim.host):
+    if not is_loopback_host(claim.host):
         print(
             f"\nWhoever reaches {claim.host} can use it: this version has no API keys. /debug/* is closed to them."
         )
     print(f"\nCtrl-C or `make stop PORT={url.rsplit(':', 1)[1]}` stops it.", flush=True)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _first_model(url: str) -> str:

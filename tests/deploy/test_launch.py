@@ -14,6 +14,7 @@ import pytest
 
 from contracts.errors import ConfigError
 from coordinator import launch
+from coordinator.addresses import is_loopback_host
 from coordinator.instance import free_ports, processes_using, sweep
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,7 +162,7 @@ def test_a_long_silence_is_broken_by_what_still_goes_on(
 
 
 def test_hosts_that_others_reach_are_told_apart() -> None:
-    assert [launch._is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1")] == [
+    assert [is_loopback_host(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1")] == [
         True, True, True, False, False,
     ]  # fmt: skip
 
