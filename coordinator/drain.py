@@ -48,7 +48,7 @@ class Drain:
     def check(self) -> None:
         """Raises OverloadedError while draining: nothing new begins."""
         if self._is_draining:
-            raise _shutting_down()
+            raise shutting_down()
 
     @contextmanager
     def opened(self, request: Endable) -> Iterator[None]:
@@ -70,7 +70,7 @@ class Drain:
         await self._emptied(timeout_s)
         cut = list(self._open)
         for request in cut:
-            request.fail(_shutting_down())
+            request.fail(shutting_down())
         await self._emptied(FAREWELL_S)
         return len(cut)
 
@@ -85,5 +85,6 @@ class Drain:
             self._waiters.discard(waiter)
 
 
-def _shutting_down() -> OverloadedError:
+def shutting_down() -> OverloadedError:
+    """What a request is told that comes too late or stays too long."""
     return OverloadedError(SHUTTING_DOWN, retry_after_s=_RETRY_AFTER_S)

@@ -76,9 +76,7 @@ class _Ender:
 
     def __init__(self, drain_s: float | None) -> None:
         self._drain_s = drain_s
-        self._is_hurried = threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._hurried: asyncio.Event | None = None
+        self._hurried = threading.Event()
 
     @property
     def timeout_s(self) -> float:
@@ -86,10 +84,7 @@ class _Ender:
 
     def hurry(self, _number: int, _frame: FrameType | None) -> None:
         """Open requests are told now, not when their time is over."""
-        self._is_hurried.set()
-        if self._loop is not None and self._hurried is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-                self._loop.call_soon_threadsafe(self._hurried.set)
+        self._hurried.set()
 
     def run(self) -> None:
         import ray
@@ -112,16 +107,16 @@ class _Ender:
     async def _drain(self, drain_s: float) -> None:
         from ray import serve
 
-        self._loop, self._hurried = asyncio.get_running_loop(), asyncio.Event()
-        if self._is_hurried.is_set():
-            drain_s = 0.0
         handle = serve.get_app_handle("baton")
-        async with asyncio.timeout(drain_s + _FAREWELL_S), asyncio.TaskGroup() as tasks:
-            hurrying = tasks.create_task(self._cut(handle))
-            await handle.broadcast("drain", drain_s).results_async()
-            hurrying.cancel()
 
-    async def _cut(self, handle: object) -> None:
-        assert self._hurried is not None
-        await self._hurried.wait()
-        await handle.broadcast("drain", 0.0).results_async()  # type: ignore[attr-defined]
+        async def cut_when_hurried() -> None:
+            await asyncio.to_thread(self._hurried.wait)
+            await handle.broadcast("drain", 0.0).results_async()
+
+        try:
+            async with asyncio.timeout(drain_s + _FAREWELL_S), asyncio.TaskGroup() as tasks:
+                hurrying = tasks.create_task(cut_when_hurried())
+                await handle.broadcast("drain", drain_s).results_async()
+                hurrying.cancel()
+        finally:
+            self._hurried.set()  # ends the thread that waits for it

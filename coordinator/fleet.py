@@ -14,7 +14,7 @@ from contextlib import suppress
 from contracts.config import BatonConfig
 from contracts.errors import OverloadedError, WorkerLostError
 from contracts.messages import Hello, Peers, Role, WorkerInfo
-from coordinator.drain import SHUTTING_DOWN
+from coordinator.drain import shutting_down
 from coordinator.links import WorkerLink
 from coordinator.placement import WorkerView
 
@@ -94,7 +94,7 @@ class Fleet:
     def check_open(self) -> None:
         """Raises OverloadedError once the fleet is closed: no worker will ever have room again."""
         if self._is_closed:
-            raise OverloadedError(SHUTTING_DOWN, retry_after_s=5.0)
+            raise shutting_down()
 
     async def close(self) -> None:
         """Leave all workers, which forget what they do for us. Requests still open here end with an error."""

@@ -220,12 +220,12 @@ def _remove_leftovers(claim: Claim) -> bool:
     _wait_gone(claim.run_dir, _TERM_TIMEOUT_S, lambda pid: None)
     _wait_gone(claim.run_dir, _KILL_TIMEOUT_S, lambda pid: os.kill(pid, signal.SIGKILL))
     deadline = time.monotonic() + _REMOVE_TIMEOUT_S
-    while run_dir.exists():
+    shutil.rmtree(run_dir, ignore_errors=True)
+    while (is_left := run_dir.exists()) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
         # Again: a process in its last moments may have written a file meanwhile.
         shutil.rmtree(run_dir, ignore_errors=True)
-        if time.monotonic() > deadline:
-            break
-    return not run_dir.exists()
+    return not is_left
 
 
 def _wait_gone(run_dir: str, timeout_s: float, act: Callable[[int], None]) -> None:
