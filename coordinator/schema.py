@@ -13,6 +13,7 @@ Messages and prompts have too many forms for a schema with readable errors; prom
 from __future__ import annotations
 
 from difflib import get_close_matches
+from functools import cache
 from itertools import islice
 from typing import Annotated, Any, TypeVar
 
@@ -272,9 +273,13 @@ def _refuse_unbuilt(body: dict[str, Any]) -> None:
         raise UnsupportedError("modalities: only text is supported", param="modalities")
 
 
+@cache
+def _known_fields(kind: type[Params]) -> frozenset[str]:
+    return frozenset((*kind.model_fields, *_REFUSED, *_READ_ELSEWHERE))
+
+
 def _refuse_misspelt(kind: type[Params], body: dict[str, Any]) -> None:
-    known = {*kind.model_fields, *_REFUSED, *_READ_ELSEWHERE}
-    unknown = (key for key in body if key not in known)
+    unknown = (key for key in body if key not in _known_fields(kind))
     for key in islice(unknown, _MAX_SPELLED):
         if len(key) <= _MAX_SHOWN and (close := get_close_matches(key, kind.model_fields, 1, _LIKENESS)):
             raise RequestError(f"{key}: unknown field; did you mean {close[0]}?", param=key)
