@@ -27,7 +27,7 @@ from benchmarks.options import add_load_options, spec_from
 from benchmarks.progress import Board
 from benchmarks.records import Record, write_jsonl
 from benchmarks.report_verdict import METRICS, Metric, shown, value_of
-from benchmarks.result import Check, Result, Row, text_table
+from benchmarks.result import Check, Result, Row, conclude, text_table
 from benchmarks.servers import Arm, GivenHost, Host, Launch, OurHost, ServerError
 from benchmarks.spec import LoadSpec
 from benchmarks.sweep_plan import MIN_SEEDS
@@ -291,12 +291,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(text_report(result))
     print("\n" + "\n".join(map(str, result.checks)))
     print(f"\n{args.out / 'result.json'}\nreport: {args.out / 'report.html'}")
-    if args.json:
-        result.write(args.json)
-    if not is_whole:
-        print("Stopped before the end: these are the rounds until then.")
-        return 130
-    return 0 if result.is_ok else 1
+    note = "Stopped before the end: these are the rounds until then."
+    return conclude(result, args.json, is_whole, note)
 
 
 if __name__ == "__main__":

@@ -49,21 +49,25 @@ def stop_on_interrupt(stop: asyncio.Event) -> Iterator[None]:
         loop.remove_signal_handler(signal.SIGINT)
 
 
+def progress_bars(console: Console) -> Progress:
+    """Bars with a `note` at their end, drawn only where somebody looks at them."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=console,
+        disable=not console.is_terminal,
+        refresh_per_second=4,  # drawing takes the client's time
+    )
+
+
 class RunProgress:
     """A bar of finished requests on stderr, only where somebody looks at it."""
 
     def __init__(self) -> None:
-        console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=console,
-            disable=not console.is_terminal,
-            refresh_per_second=4,  # drawing takes the client's time
-        )
+        self._progress = progress_bars(Console(stderr=True))
         self._num_tokens = self._num_failed = 0
         self._task = self._progress.add_task("preparing prompts", total=None, note="")
 

@@ -19,7 +19,7 @@ import aiohttp
 
 from benchmarks.load import measure, run_async
 from benchmarks.options import add_load_options, spec_from
-from benchmarks.result import Check, Result, Row, text_table
+from benchmarks.result import Check, Result, Row, conclude, text_table
 
 Measure = Callable[[float, int], float | None]
 """(rate in requests/s, seed) -> attainment, None if nothing was offered (which does not pass)."""
@@ -151,9 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         "\n" + text_table([(f"goodput@{t * 100:g}", r) for t, r in found.rates.items()], ("", "requests/s"))
     )
-    if args.json:
-        result.write(args.json)
-    return 0 if result.is_ok else 1
+    return conclude(result, args.json)
 
 
 if __name__ == "__main__":

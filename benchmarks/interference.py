@@ -27,7 +27,7 @@ from benchmarks.metrics import itls_s, percentile, tokens_between, ttft_s
 from benchmarks.options import add_server_options
 from benchmarks.prompts import PromptBuilder, make_counter
 from benchmarks.records import Record, write_jsonl
-from benchmarks.result import Check, Result, Row, text_table
+from benchmarks.result import Check, Result, Row, conclude, text_table
 from benchmarks.runner import Runner, Session, StoppedError, Turn, prepare
 
 MAX_ITL_P99_OVER_P50 = 2.0
@@ -215,12 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n" + reasons)
     if args.out:
         write_jsonl(args.out / "requests.jsonl", outcome.records)
-    if args.json:
-        result.write(args.json)
-    if is_stopped:
-        print("Stopped before the end: the checks are of what was measured until then.")
-        return 130
-    return 0 if result.is_ok else 1
+    note = "Stopped before the end: the checks are of what was measured until then."
+    return conclude(result, args.json, not is_stopped, note)
 
 
 if __name__ == "__main__":

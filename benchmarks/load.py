@@ -28,7 +28,7 @@ from benchmarks.metrics import Window, summarize
 from benchmarks.options import add_load_options, spec_from
 from benchmarks.prompts import PromptBuilder, make_counter
 from benchmarks.records import Record, write_jsonl
-from benchmarks.result import Check, Result, Row
+from benchmarks.result import Check, Result, Row, conclude
 from benchmarks.runner import OnRecord, Runner, Session, StoppedError, prepare
 from benchmarks.spec import LoadSpec, build_sessions, plan_requests
 from benchmarks.traces import ideal_hit_ratio
@@ -177,11 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_jsonl(args.out / "requests.jsonl", run.records)
         result.write(args.out / "result.json")
         print(f"\n{args.out / 'requests.jsonl'}: {len(run.records)} records")
-    if args.json:
-        result.write(args.json)
-    if not run.is_whole:
-        return 130
-    return 0 if result.is_ok else 1
+    return conclude(result, args.json, run.is_whole)
 
 
 if __name__ == "__main__":

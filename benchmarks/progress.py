@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import TaskID
 
 from benchmarks import console
 from benchmarks.load import LoadRun, measure, run_async
@@ -28,16 +28,7 @@ class Board:
 
     def __init__(self, title: str, total: int | None = None) -> None:
         self._console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=self._console,
-            disable=not self._console.is_terminal,
-            refresh_per_second=4,  # drawing takes the client's time
-        )
+        self._progress = console.progress_bars(self._console)
         self._all = self._progress.add_task(title, total=total, note="")
         self._one: TaskID | None = None
         self._num_tokens = self._num_failed = 0

@@ -97,6 +97,20 @@ class Result:
         write_json(path, self.to_json())
 
 
+def conclude(result: Result, json: Path | None, is_whole: bool = True, note: str = "") -> int:
+    """The end of a command: write what was measured, `note` if it was stopped, and the exit status.
+
+    0: all checks hold; 1: a check failed; 130: stopped before the end.
+    """
+    if json is not None:
+        result.write(json)
+    if is_whole:
+        return 0 if result.is_ok else 1
+    if note:
+        print(note)
+    return 130
+
+
 def write_json(path: Path, content: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.metrics import percentile
-from benchmarks.result import Check, Result, text_table
+from benchmarks.result import Check, Result, conclude, text_table
 from benchmarks.sim.devices import DEVICES
 from policy.chunks import Cadence
 from policy.fleet import FleetView, WorkerState
@@ -162,9 +162,7 @@ def main(argv: Sequence[str]) -> int:
     print(text_table(result.rows[0].items(), ("what", "value")))
     for check in result.checks:
         print(check)
-    if args.json is not None:
-        result.write(args.json)
-    return 0 if result.is_ok else 1
+    return conclude(result, args.json)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.metrics import Slo
-from benchmarks.result import Check, Result, Row, text_table
+from benchmarks.result import Check, Result, Row, conclude, text_table
 from benchmarks.sim.baton import Baton, Features
 from benchmarks.sim.cluster import Setup
 from benchmarks.sim.devices import DEVICES
@@ -271,9 +271,7 @@ def main(argv: Sequence[str]) -> int:
         result = Result("simulate", 0 if args.quick else list(args.seeds), rows, checks_of(rows))
     for check in result.checks:
         print(check)
-    if args.json is not None:
-        result.write(args.json)
-    return 0 if result.is_ok else 1
+    return conclude(result, args.json)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from benchmarks.load import LoadRun
 from benchmarks.progress import Board
 from benchmarks.records import write_jsonl
 from benchmarks.report_verdict import text_verdict
-from benchmarks.result import Check, Result, Row, read_result, write_json
+from benchmarks.result import Check, Result, Row, conclude, read_result, write_json
 from benchmarks.servers import Arm, GivenHost, Host, OurHost, ServerError
 from benchmarks.sweep_plan import Cell, Sweep, cells, differences, read_sweep
 
@@ -214,12 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(text_verdict(result.rows))
     print("\n" + "\n".join(map(str, result.checks)))
     print(f"\n{folder.path / 'result.json'}, cells.csv\nreport: {file}")
-    if args.json:
-        result.write(args.json)
-    if not is_whole:
-        print("Stopped before the end: the same command goes on with the runs that are missing.")
-        return 130
-    return 0 if result.is_ok else 1
+    note = "Stopped before the end: the same command goes on with the runs that are missing."
+    return conclude(result, args.json, is_whole, note)
 
 
 if __name__ == "__main__":
