@@ -14,7 +14,9 @@ from engine.kernels import reference
 from engine.runner import Runner, StepItem
 from engine.weights import load_model
 from tests.engine.tiny_models import (
+    BLOCKS,
     FAMILIES,
+    PROMPT,
     checkpoint_tensors,
     family_config,
     make_oracle,
@@ -25,8 +27,6 @@ from tests.engine.tiny_models import (
     write_hf,
 )
 
-PROMPT = torch.randint(0, 96, (90,), generator=torch.Generator().manual_seed(3)).tolist()
-BLOCKS = list(range(40, 17, -1))
 GEMMA_ROPE = FAMILIES["gemma3"]["rope_parameters"]
 YARN = {
     "rope_type": "yarn",

@@ -12,7 +12,9 @@ from engine.kernels import reference
 from engine.model import Model
 from engine.weights import load_model
 from tests.engine.tiny_models import (
+    BLOCKS,
     LLAMA3_ROPE,
+    PROMPT,
     make_config,
     make_oracle,
     make_runner,
@@ -21,9 +23,6 @@ from tests.engine.tiny_models import (
     write_gguf,
     write_hf,
 )
-
-PROMPT = torch.randint(0, 96, (90,), generator=torch.Generator().manual_seed(3)).tolist()
-BLOCKS = list(range(40, 17, -1))
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},

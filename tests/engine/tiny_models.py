@@ -19,6 +19,9 @@ from engine.runner import Runner, StepItem
 from engine.weights import LoadedModel
 
 BLOCK_SIZE = 4
+PROMPT: list[int] = torch.randint(0, 96, (90,), generator=torch.Generator().manual_seed(3)).tolist()
+BLOCKS = list(range(40, 17, -1))
+"""A table for PROMPT, out of order."""
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
