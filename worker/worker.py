@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from contracts.channel import Channel, ChannelServer
-from contracts.config import BatonConfig
+from contracts.config import BatonConfig, EngineConfig
 from contracts.errors import ConfigError, EngineError, OverloadedError, ProtocolError, WorkerLostError
 from contracts.messages import (
     AskAudit,
@@ -187,7 +187,7 @@ class Worker:
         torch.set_num_threads(engine.compute_threads)
         device = _device(engine.device)
         dtype = resolve_dtype(self._config.model.dtype, device)
-        kv_bytes = engine.kv_cache_bytes or (CPU_KV_BYTES if device == "cpu" else 0)
+        kv_bytes = _planned_kv_bytes(engine, device)
         model = load_model(path, dtype, _progress(self._worker_id), device, kv_bytes)
         num_blocks = engine.num_blocks or num_blocks_for(
             kv_bytes or _free_gpu_kv_bytes(), model.spec, engine.block_size, dtype
@@ -324,6 +324,13 @@ def _device(name: str) -> str:
             "engine.device: expected a GPU that torch can use but there is none; try device: cpu"
         )
     return name
+
+
+def _planned_kv_bytes(engine: EngineConfig, device: str) -> int:
+    """What is known before the weights are read; 0: blocks are counted, or a GPU's free memory will decide."""
+    if engine.num_blocks:
+        return 0
+    return engine.kv_cache_bytes or (CPU_KV_BYTES if device == "cpu" else 0)
 
 
 def _free_gpu_kv_bytes() -> int:
