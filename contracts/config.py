@@ -176,12 +176,24 @@ class TransferConfig(_Section):
         None,
         description="Address workers listen on and give to coordinators and peers. Empty: the interface that leads out; under `make serve` 127.0.0.1.",
     )
-    transport: Literal["auto", "ucx", "tcp", "memory"] = Field(
+    transport: Literal["auto", "shm", "ucx", "tcp", "memory"] = Field(
         "auto",
-        description="How blocks travel. auto: tcp in this version. memory: within one process, so only without prefill workers. ucx: refused in this version, which has no data path for it.",
+        description="How blocks travel. auto: for each pair of workers the first of shm, ucx, tcp that passes the self-test. shm: memory that both map, one host only. ucx: NVLink, RDMA or TCP, as UCX_TLS of the environment says. tcp: plain sockets. memory: within one process, so only without prefill workers.",
     )
-    slot_bytes: int = Field(1 << 20, ge=4096, description="Size of one staging slot.")
-    num_slots: int = Field(16, ge=2, description="Staging slots per worker: bounds what is in flight.")
+    checksum: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Whether each piece of KV carries a checksum (xxh3) that is verified before it is used. auto: between hosts.",
+    )
+    slot_bytes: int = Field(
+        4 << 20,
+        ge=4096,
+        description="Size of one staging slot: what is copied and sent in one piece. Best a few blocks.",
+    )
+    num_slots: int = Field(
+        16,
+        ge=2,
+        description="Staging slots per worker: bounds what is in flight. Over shm each pair has as many, which take memory only when used.",
+    )
     lease_s: float = Field(
         30.0,
         gt=0,
@@ -192,7 +204,11 @@ class TransferConfig(_Section):
         10.0, gt=0, description="Longest wait for the peer's next step in a handoff."
     )
     peer_timeout_s: float = Field(5.0, gt=0, description="A peer silent for this long counts as lost.")
-    probe_bytes: int = Field(8 << 20, ge=0, description="Bytes of the transfer self-test.")
+    probe_bytes: int = Field(
+        8 << 20,
+        ge=0,
+        description="Bytes of the timed round of the transfer self-test; 0: no self-test, every path passes.",
+    )
 
 
 class ServerConfig(_Section):
@@ -242,11 +258,9 @@ class BatonConfig(_Section):
 def _faults_between(config: BatonConfig) -> Iterator[str]:
     """What each field allows and all of them together do not. Defaults give way in silence, explicit values never."""
     engine, transfer = config.engine, config.transfer
-    if transfer.transport == "ucx":
-        yield "transfer.transport: expected auto or tcp but got 'ucx', which has no data path in this version"
-    elif transfer.transport == "memory" and not config.is_colocated:
+    if transfer.transport == "memory" and not config.is_colocated:
         yield (
-            "transfer.transport: expected auto or tcp but got 'memory', which ends at its own process "
+            "transfer.transport: expected auto, shm, ucx or tcp but got 'memory', which ends at its own process "
             f"(prefill.num_replicas={config.prefill.num_replicas})"
         )
     if transfer.host in _WILDCARD_HOSTS:

@@ -5,6 +5,8 @@ Frames are msgpack maps {v, kind, ...fields} (see wire.py). Durations cross proc
 Version log (bump PROTOCOL_VERSION when an old peer would misread a message; new optional fields need no
 bump):
     1  first version
+    2  Hello.data_address lists every transport; small probes are echoed; Data.checksum is xxh3, 0: none;
+       ChunkDone grants; Fin may come before the last bytes
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from contracts.errors import WireError
 from contracts.request import Finished, GenerateRequest, Token
 from contracts.ticket import Ticket
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Role = Literal["prefill", "decode"]
 
@@ -58,7 +60,7 @@ class Hello:
     nonce: bytes
     fingerprint: str = ""
     layout: KvLayout | None = None
-    data_address: str = ""  # kv only: where the accepting side's transport listens
+    data_address: str = ""  # kv only: where the accepting side's transports listen, "name=address …"
     bind_token: bytes = b""  # kv only: which accepted data link belongs to this connection
     slot_bytes: int = 0  # kv only: size of one staging slot, an upper bound for one Data; 0: not told
 
@@ -172,13 +174,17 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class PeerStatus:
-    """A kv connection as its prefill side sees it, after the transfer self-test."""
+    """A kv connection as its prefill side sees it, after the transfer self-test.
+
+    `is_slow`: ready, but far below what such a path promises; `detail` says it in words for people.
+    """
 
     worker_id: str
     is_ready: bool
     transport: str = ""
     gigabytes_per_s: float = 0.0
     detail: str = ""
+    is_slow: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,12 +276,16 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class ChunkDone:
-    """D -> P: the chunk is scattered (is_ok) or must be sent again; the slot is free again either way."""
+    """D -> P: the chunk is scattered (is_ok) or must be sent again; the slot is free again either way.
+
+    `granted`: slots for the same handoff, as in Grant; one message less per chunk.
+    """
 
     handoff_id: str
     chunk: int
     slot: int
     is_ok: bool
+    granted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,18 @@ METRICS: tuple[MetricSpec, ...] = (
         "Speed of the transfer self-test.",
         ("worker_id", "peer_id", "transport"),
     ),
+    MetricSpec(
+        "baton_kv_path",
+        "gauge",
+        "1 for the transport that KV takes between two workers.",
+        ("worker_id", "peer_id", "transport"),
+    ),
+    MetricSpec(
+        "baton_kv_path_slow",
+        "gauge",
+        "1 if the path is far below what such a path promises.",
+        ("worker_id", "peer_id", "transport"),
+    ),
     MetricSpec("baton_link_ready", "gauge", "1 if the link can carry KV.", ("worker_id", "peer_id")),
     MetricSpec("baton_worker_steps_total", "counter", "Engine steps.", _WORKER, writer="worker"),
     MetricSpec("baton_worker_busy_seconds_total", "counter", "Time inside steps.", _WORKER, writer="worker"),
@@ -101,6 +113,13 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec(
         "baton_worker_handoff_failures_total", "counter", "KV handoffs lost.", _WORKER, writer="worker"
+    ),
+    MetricSpec(
+        "baton_worker_damaged_chunks_total",
+        "counter",
+        "Pieces of KV that came damaged and were asked for again.",
+        _WORKER,
+        writer="worker",
     ),
     MetricSpec("baton_worker_handoff_bytes_total", "counter", "KV bytes moved.", _WORKER, writer="worker"),
 )

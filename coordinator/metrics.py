@@ -18,7 +18,7 @@ from coordinator.backend import WorkerStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_AT_SCRAPE = ("baton_worker_", "baton_link_")
+_AT_SCRAPE = ("baton_worker_", "baton_link_", "baton_kv_")
 
 
 class Metrics:
@@ -122,6 +122,9 @@ def _samples(worker: WorkerStatus) -> Iterator[tuple[str, tuple[str, ...], float
     for peer in status.peers:
         link = (status.worker_id, peer.worker_id)
         yield "baton_link_ready", link, float(peer.is_ready)
+        if peer.is_ready:
+            yield "baton_kv_path", (*link, peer.transport), 1.0
+            yield "baton_kv_path_slow", (*link, peer.transport), float(peer.is_slow)
         yield "baton_link_bytes_per_second", (*link, peer.transport), peer.gigabytes_per_s * 1e9
     for name, value in status.counters.items():
         # A newer worker may count what this table does not know yet.

@@ -11,7 +11,6 @@ Everything runs on the event loop that called `start`, except the three methods 
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,31 +24,13 @@ from contracts.errors import ConfigError, HandoffError, WorkerLostError
 from contracts.messages import Hello, PeerStatus, WorkerInfo
 from contracts.ticket import Ticket
 from kvtransfer.incoming import Incoming, Outcome, Reservation
-from kvtransfer.memory import MemoryTransport
 from kvtransfer.outgoing import Outgoing, OutgoingResult
 from kvtransfer.pages import Pages
+from kvtransfer.paths import Paths, make_transports
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender, check_peer
 from kvtransfer.slots import SendSlots, SlotCounts
-from kvtransfer.tcp import TcpTransport
-from kvtransfer.transport import TOKEN_BYTES, Transport
-
-logger = logging.getLogger("baton.kvtransfer")
-
-
-def choose_transport(name: str, host: str) -> Transport:
-    """The transport that `transfer.transport` names. Raises ConfigError for one that is not there."""
-    if name == "memory":
-        return MemoryTransport()
-    if name == "ucx":
-        raise ConfigError(
-            "transfer.transport: expected auto, tcp or memory but got 'ucx', which has no data path in this version"
-        )
-    if name == "auto":
-        logger.info("transfer.transport auto: tcp, the only transport between processes in this version")
-    elif name != "tcp":
-        raise ConfigError(f"transfer.transport: expected auto, tcp or memory but got {name!r}")
-    return TcpTransport(host)
+from kvtransfer.transport import TOKEN_BYTES
 
 
 class KvEndpoint:
@@ -80,18 +61,18 @@ class KvEndpoint:
         self._senders: dict[str, Sender] = {}
         self._tasks: dict[asyncio.Task[None], Sender] = {}
         self._address = ""
-        self._transport: Transport | None = None
+        self._paths: Paths | None = None
         self._server: ChannelServer | None = None
         self._is_closed = False
         self.on_peers_changed: Callable[[], None] | None = None
 
     async def start(self, host: str) -> int:
         """Listen; returns the kv_port. Raises ConfigError if the configured transport is not available."""
-        transport = self._transport = choose_transport(self._config.transport, host)
-        self._address = await transport.listen()
+        paths = self._paths = Paths(make_transports(self._config, host), host)
+        self._address = await paths.listen()
 
         async def serve(channel: Channel, hello: Hello) -> None:
-            link = await transport.accept(hello.bind_token, self._config.connect_timeout_s)
+            link = await paths.accept(hello.bind_token, self._config.connect_timeout_s)
             await self._receiver.serve(channel, link)
 
         self._server = ChannelServer(
@@ -108,8 +89,8 @@ class KvEndpoint:
         self._senders.clear()
         if self._server is not None:
             await self._server.close()
-        if self._transport is not None:
-            await self._transport.close()
+        if self._paths is not None:
+            await self._paths.close()
         self._receiver.close()
 
     # --- as a sender ------------------------------------------------------------------------------------------------
@@ -190,6 +171,11 @@ class KvEndpoint:
         return self._receiver.slot_counts
 
     @property
+    def num_damaged_chunks(self) -> int:
+        """Chunks that came with a wrong checksum or length since the start; each was asked for again."""
+        return self._receiver.num_damaged_chunks
+
+    @property
     def num_free_send_slots(self) -> int:
         return self._send_slots.num_free
 
@@ -200,9 +186,9 @@ class KvEndpoint:
         return replace(self._hello, data_address=self._address, bind_token=token)
 
     def _add(self, info: WorkerInfo) -> None:
-        assert self._transport is not None, "set_peers comes after start"
+        assert self._paths is not None, "set_peers comes after start"
         sender = Sender(
-            info, self._hello, self._secret, self._transport, self._pages, self._send_slots, self._config, self._changed
+            info, self._hello, self._secret, self._paths, self._pages, self._send_slots, self._config, self._changed
         )  # fmt: skip
         self._senders[info.worker_id] = sender
         task = asyncio.create_task(sender.run())

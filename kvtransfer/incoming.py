@@ -10,7 +10,9 @@
                                                            other peer: Abort
     Open, forged or not matching  Abort, state unchanged   Abort, state unchanged      Abort        Abort
     Data + bytes                  slot only                checked, scattered          slot only    slot only
-    Fin                           ignored                  READY, or FAILED if short   Commit       Abort
+    Fin                           ignored                  READY; waits for bytes      Commit       Abort
+                                                           announced or asked for
+                                                           again; FAILED if none
 
 "slot only": the bytes are received into their staging slot and forgotten. Scattering is one piece of work on the event
 loop, so after `cancel` has returned nothing is written into the blocks, whatever is still under way.
@@ -113,6 +115,8 @@ class Incoming:
         self._on_done = on_done
         self._leave = leave
         self._arrivals = Arrivals(reservation.start, reservation.num_tokens)
+        self._damaged: set[int] = set()  # chunks that the sender was asked for again
+        self.fin: Fin | None = None  # it came before the bytes
 
     @property
     def has_started(self) -> bool:
@@ -156,20 +160,28 @@ class Incoming:
         if data.num_bytes != num_bytes:
             raise ProtocolError(f"expected {num_bytes} bytes for a chunk but peer announced {data.num_bytes}")
 
-    def take(self, data: Data, num_bytes: int, buffer: Tensor) -> bool:
+    def take(self, data: Data, content: Tensor) -> bool:
         """Write a chunk that came into the blocks; False if it must be sent again. Only in state OPEN."""
         assert self.state is IncomingState.OPEN
         if self._arrivals.has(data.chunk):
             return True
-        if num_bytes != data.num_bytes or checksum(buffer[:num_bytes]) != data.checksum:
+        if content.numel() != data.num_bytes or (data.checksum and checksum(content) != data.checksum):
+            self._damaged.add(data.chunk)
             return False
-        self._pages.scatter(self.reservation.block_ids, data.low, data.high, buffer)
+        self._damaged.discard(data.chunk)
+        self._pages.scatter(self.reservation.block_ids, data.low, data.high, content)
         self._arrivals.add(data.chunk, data.low, data.high)
         return True
 
-    def finish(self, message: Fin) -> bool:
-        """True if everything is here: the request is ours from now on. Else the handoff has failed."""
+    def finish(self, message: Fin, num_coming: int) -> bool:
+        """True if everything is here: the request is ours from now on.
+
+        Else the handoff has failed; or it goes on, if `num_coming` chunks are announced or any was asked for again.
+        """
         if not self._arrivals.is_complete(message.num_chunks):
+            if num_coming or self._damaged:
+                self.fin = message
+                return False
             self.fail(HandoffError(f"peer ended with {message.num_chunks} chunks but tokens are missing"))
             return False
         self.state = IncomingState.READY

@@ -39,6 +39,9 @@ class MemoryLink:
         self._match(tag)
         return op
 
+    def staging(self, tag: int) -> memoryview | None:
+        return None
+
     async def close(self) -> None:
         for end in (self, self._other):
             end._end()

@@ -1,13 +1,14 @@
 """Prefill's end of one handoff: computed tokens in, chunks out.
 
-    OPENING ──Grant──► STREAMING ──finish() and all chunks acknowledged──► FINISHING ──Commit──► DONE(None)
-       └──────────────────┴──── abort() │ Abort of the peer │ peer lost │ no progress ──────────► DONE(error)
+    OPENING ──Grant──► STREAMING ──finish() and all chunks sent──► FINISHING ──Commit──► DONE(None)
+       └──────────────────┴── abort() │ Abort of the peer │ peer lost │ no progress ────► DONE(error)
 
     event              OPENING/STREAMING                  FINISHING          DONE
     ready              cut chunks, Want                   -                  ignored
     Grant              gather + send, one per credit      -                  ignored: Abort gives the slots back
-    ChunkDone ok       next; last one: Fin                -                  ignored
-    ChunkDone bad      send again, then fail              -                  ignored
+                       last one sent: Fin
+    ChunkDone ok       next                               -                  ignored
+    ChunkDone bad      send again, then fail              the same           ignored
     Abort              fail, AbortOk                      fail, AbortOk      AbortOk
 
 A chunk is gathered in one piece on the event loop; blocks are read at no other time, so DONE may follow at once in any
@@ -24,17 +25,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from torch import Tensor
+
 from contracts.errors import BatonError, DeadlineError, HandoffError, WorkerLostError, to_wire
 from contracts.messages import Abort, ChunkDone, Data, Fin, HandoffState, Message, Open, Want
 from contracts.ticket import Ticket
 from kvtransfer.pages import Pages, checksum
-from kvtransfer.slots import SendSlots
+from kvtransfer.slots import SendSlots, Staging
 from kvtransfer.transport import Link, Op
 
 logger = logging.getLogger("baton.kvtransfer")
 
 _Argument = TypeVar("_Argument")
 
+MAX_SENDING = 2  # slots gathered ahead of the link, so that other handoffs find some
 MAX_SENDS = 3  # of one chunk: the first and two repeats
 
 
@@ -76,6 +80,11 @@ class ChunkPlan:
     def is_complete(self) -> bool:
         """All tokens were cut, sent and acknowledged."""
         return self._cut == self._num_tokens and not self._queue and not self._under_way
+
+    @property
+    def is_sent(self) -> bool:
+        """All tokens were cut and sent, some perhaps not acknowledged."""
+        return self._cut == self._num_tokens and not self._queue
 
     @property
     def has_next(self) -> bool:
@@ -123,6 +132,8 @@ class Route:
 
     tell: Callable[[Message], None]
     link: Link
+    staging: Staging
+    is_summed: bool  # each chunk carries its checksum
     slots: SendSlots
     pages: Pages
     slot_bytes: int
@@ -152,6 +163,7 @@ class Outgoing:
         self._finished_s = 0.0
         self._num_bytes = 0
         self._num_asked = 0
+        self._num_sending = 0
         self._is_opened = self._has_sent_fin = self._is_done = self._is_pumping = False
         self._timer: asyncio.TimerHandle | None = None
         if isinstance(route, BatonError):
@@ -202,7 +214,9 @@ class Outgoing:
         except HandoffError as error:
             self._abort(error)
             return
+        self._credits.extend(message.granted)
         self._advance()
+        self._pump_soon()
 
     def committed(self) -> None:
         if self._has_sent_fin:
@@ -247,7 +261,7 @@ class Outgoing:
             if not self._tell(Want(self.handoff_id, self._plan.num_wanted)):
                 return
             self._num_asked = self._plan.num_wanted
-        if self._state is not None and self._plan.is_complete and not self._has_sent_fin:
+        if self._state is not None and self._plan.is_sent and not self._has_sent_fin:
             if not self._tell(Fin(self.handoff_id, self._plan.num_chunks, self._state)):
                 return
             self._has_sent_fin = True
@@ -264,42 +278,56 @@ class Outgoing:
         if self._is_done or not self._credits or not self._plan.has_next:
             self._route.slots.pass_on()
             return
-        slot = self._route.slots.try_take(self._pump_soon)
-        if slot is None:
-            return
-        self._send(slot, self._credits.popleft(), self._plan.next())
-        if self._credits and not self._is_done:
+        slot: int | None = None
+        buffer = self._route.staging.tensor(self._credits[0])
+        if buffer is None:
+            if self._num_sending >= MAX_SENDING:
+                self._route.slots.pass_on()
+                return
+            slot = self._route.slots.try_take(self._pump_soon)
+            if slot is None:
+                return
+            buffer = self._route.slots.arena.tensors[slot]
+        self._send(buffer, slot, self._credits.popleft(), self._plan.next())
+        if self._credits and self._plan.has_next:
             self._pump_soon()
+        elif self._plan.is_sent:
+            self._advance()
 
-    def _send(self, slot: int, credit: int, chunk: Chunk) -> None:
+    def _send(self, buffer: Tensor, slot: int | None, credit: int, chunk: Chunk) -> None:
+        """Gather into `buffer`: the staging slot of this credit, or our `slot`, which the link then sends."""
         route = self._route
         num_bytes = route.pages.num_bytes(chunk.low, chunk.high)
-        buffer = route.slots.arena.tensors[slot][:num_bytes]
         try:
-            route.pages.gather(self._block_ids, chunk.low, chunk.high, buffer)
-            data = Data(
-                self.handoff_id, chunk.number, credit, chunk.low, chunk.high, num_bytes, checksum(buffer)
-            )
-            route.tell(data)
+            content = buffer[:num_bytes]
+            route.pages.gather(self._block_ids, chunk.low, chunk.high, content)
+            summed = checksum(content) if route.is_summed else 0
+            route.tell(Data(self.handoff_id, chunk.number, credit, chunk.low, chunk.high, num_bytes, summed))
+            if slot is None:
+                self._num_bytes += num_bytes
+                return
             op = route.link.send(credit, route.slots.arena.views[slot][:num_bytes])
-        except WorkerLostError as error:
-            route.slots.give_back(slot)
-            self._end(error)
-            return
         except Exception as error:  # whatever it is, it ends this handoff and not the connection
+            if slot is not None:
+                route.slots.give_back(slot)
+            if isinstance(error, WorkerLostError):
+                self._end(error)
+                return
             logger.exception(
                 "handoff %s: cannot send tokens [%d, %d)", self.handoff_id, chunk.low, chunk.high
             )
-            route.slots.give_back(slot)
             self._abort(HandoffError(f"tokens [{chunk.low}, {chunk.high}) could not be sent: {error}"))
             return
+        self._num_sending += 1
         op.final.add_done_callback(lambda _final: self._sent(op, slot, num_bytes))
 
     def _sent(self, op: Op, slot: int, num_bytes: int) -> None:
         self._route.slots.give_back(slot)
+        self._num_sending -= 1
         error = op.final.exception()
         if error is None:
             self._num_bytes += num_bytes
+            self._pump_soon()
         else:
             self._abort(WorkerLostError(f"data link to {self._ticket.target_id} failed: {error}"))
 

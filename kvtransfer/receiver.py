@@ -6,12 +6,15 @@ fenced:      its handoffs fail at once, then the link is closed, then its slots 
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
 
 from contracts.channel import Channel
 from contracts.config import TransferConfig
@@ -35,13 +38,15 @@ from contracts.messages import (
 from contracts.ticket import is_genuine
 from kvtransfer.incoming import Incoming, IncomingState, Outcome, Reservation, check_ticket
 from kvtransfer.pages import Pages, checksum
-from kvtransfer.slots import Arena, Credits, SlotCounts, SlotTable
+from kvtransfer.selftest import ECHO_BYTES
+from kvtransfer.slots import Arena, Credits, FlowKey, SlotCounts, SlotTable, Staging
 from kvtransfer.transport import Link, LinkClosed, Op
-from kvtransfer.watch import Watch
+from kvtransfer.watch import Watch, watch_link
 
 logger = logging.getLogger("baton.kvtransfer")
 
 NUM_TOMBSTONES = 4096
+MAX_COPIES = 2  # chunks scattered in a row before the event loop's other work has its turn
 
 
 @dataclass(eq=False, slots=True)
@@ -49,6 +54,7 @@ class _Connection:
     number: int
     channel: Channel
     link: Link
+    staging: Staging
     receiving: dict[int, float] = field(default_factory=dict)  # slot -> deadline of its bytes
     aborting: dict[str, float] = field(default_factory=dict)  # handoff -> deadline of AbortOk
 
@@ -82,6 +88,7 @@ class Receiver:
         self._connections: dict[int, _Connection] = {}
         self._numbers = itertools.count()
         self._is_closed = False
+        self.num_damaged_chunks = 0
 
     @property
     def slot_counts(self) -> SlotCounts:
@@ -115,15 +122,23 @@ class Receiver:
 
     async def serve(self, channel: Channel, link: Link) -> None:
         """One connection, to its end. Raises what ended it."""
-        connection = _Connection(next(self._numbers), channel, link)
+        connection = _Connection(next(self._numbers), channel, link, Staging(link))
+        watch_link(link, channel)
         self._connections[connection.number] = connection
         timeout_s = self._config.peer_timeout_s
         watch = Watch(timeout_s, lambda: self._look(connection), channel.abort)
+        num_copied = 0
         try:
             while True:
                 message = await channel.receive()
                 watch.heard()
                 self._handle(connection, message)
+                num_copied = num_copied + 1 if isinstance(message, Data) else 0
+                if (
+                    num_copied == MAX_COPIES
+                ):  # messages that are here already are read without a pause between them
+                    num_copied = 0
+                    await asyncio.sleep(0)
         except ProtocolError as error:
             logger.warning("%s: %s", channel.peer.sender_id, error)
             raise
@@ -132,11 +147,9 @@ class Receiver:
             del self._connections[connection.number]
             channel.abort()
             self._fail_all(connection)
-            try:
-                await link.close()
-            finally:
-                self._slots.release_peer(connection.number)
-                self._hand_out()
+            await link.close()  # NOTE: if this fails, bytes may still come: the slots stay quarantined
+            self._slots.release_peer(connection.number)
+            self._hand_out()
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
@@ -190,6 +203,10 @@ class Receiver:
         if incoming is not None:
             try:
                 incoming.check_data(message)
+                if not message.checksum and self._config.checksum == "always":
+                    raise ProtocolError(
+                        "expected a checksum (transfer.checksum=always here) but peer sent none"
+                    )
             except ProtocolError as error:
                 incoming.fail(error)
         # Whatever became of the handoff: bytes announced for a granted slot are received, or the link would stand.
@@ -199,8 +216,7 @@ class Receiver:
         handoff_id = message.handoff_id
         incoming = self._find(connection, handoff_id)
         if incoming is not None:
-            if incoming.finish(message):
-                connection.tell(Commit(handoff_id))
+            self._finish(connection, incoming, message)
         elif self._committed.get(handoff_id) == connection.source:
             connection.tell(Commit(handoff_id))
         elif handoff_id not in self._incoming:
@@ -221,12 +237,21 @@ class Receiver:
         connection.tell(AbortOk(message.handoff_id))
         self._hand_out()
 
+    def _finish(self, connection: _Connection, incoming: Incoming, message: Fin) -> None:
+        num_coming = self._slots.num_receiving((connection.number, message.handoff_id))
+        if incoming.finish(message, num_coming):
+            connection.tell(Commit(message.handoff_id))
+
     # --- slots ------------------------------------------------------------------------------------------------------
 
     def _receive(self, connection: _Connection, slot: int, message: Data | Probe) -> None:
         handoff_id = message.handoff_id if isinstance(message, Data) else ""
         if not self._slots.try_begin(slot, (connection.number, handoff_id)):
             logger.debug("%s: ignored data for slot %d, not granted", connection.source[0], slot)
+            return
+        staged = connection.staging.tensor(slot)
+        if staged is not None:
+            self._settle(connection, slot, message, staged[: message.num_bytes])
             return
         connection.receiving[slot] = time.monotonic() + self._config.progress_timeout_s
         op = connection.link.post_recv(slot, self._arena.views[slot])
@@ -241,23 +266,60 @@ class Receiver:
             connection.channel.abort()
             return
         num_bytes = 0 if error is not None else op.final.result()
-        answer: Message | None = None
+        self._settle(connection, slot, message, self._arena.tensors[slot][:num_bytes])
+
+    def _settle(self, connection: _Connection, slot: int, message: Data | Probe, content: Tensor) -> None:
+        """The bytes are here: look at them, answer, free the slot."""
         if isinstance(message, Probe):
-            buffer = self._arena.tensors[slot][:num_bytes]
-            is_ok = num_bytes == message.num_bytes and checksum(buffer) == message.checksum
-            answer = ProbeDone(slot, is_ok)
+            is_ok = content.numel() == message.num_bytes and checksum(content) == message.checksum
+            if is_ok and message.num_bytes <= ECHO_BYTES:
+                self._echo(connection, slot, content)
+                return
+            connection.tell(ProbeDone(slot, is_ok))
+            self._slots.finish(slot)
+            self._hand_out()
+        elif (incoming := self._find(connection, message.handoff_id)) is not None:
+            is_ok = incoming.take(message, content)
+            self.num_damaged_chunks += not is_ok
+            self._slots.finish(slot)
+            self._answer(connection, incoming, ChunkDone(message.handoff_id, message.chunk, slot, is_ok))
         else:
-            incoming = self._find(connection, message.handoff_id)
-            if incoming is not None:
-                is_ok = incoming.take(message, num_bytes, self._arena.tensors[slot])
-                answer = ChunkDone(message.handoff_id, message.chunk, slot, is_ok)
-        self._slots.finish(slot)
-        if answer is not None:
-            connection.tell(answer)
-        self._hand_out()
+            self._slots.finish(slot)
+            self._hand_out()
+
+    def _answer(self, connection: _Connection, incoming: Incoming, done: ChunkDone) -> None:
+        """With the slots that are this handoff's turn now; Commit is answer enough for the last chunk."""
+        if done.is_ok and incoming.fin is not None:
+            self._finish(connection, incoming, incoming.fin)
+        given = self._credits.hand_out()
+        granted = given.pop((connection.number, done.handoff_id), ())
+        if not incoming.is_over:
+            connection.tell(replace(done, granted=granted))
+        self._grant(given)
+
+    def _echo(self, connection: _Connection, slot: int, content: Tensor) -> None:
+        """Send the probe's bytes back; the slot is free when they are gone."""
+        connection.receiving[slot] = time.monotonic() + self._config.progress_timeout_s
+        op = connection.link.send(slot, content.numpy().data)
+
+        def sent(final: asyncio.Future[int]) -> None:
+            connection.receiving.pop(slot, None)
+            if connection.number not in self._connections:
+                return
+            if final.exception() is not None:
+                connection.channel.abort()
+                return
+            connection.tell(ProbeDone(slot, True))
+            self._slots.finish(slot)
+            self._hand_out()
+
+        op.final.add_done_callback(sent)
 
     def _hand_out(self) -> None:
-        for (number, handoff_id), slots in self._credits.hand_out().items():
+        self._grant(self._credits.hand_out())
+
+    def _grant(self, given: dict[FlowKey, tuple[int, ...]]) -> None:
+        for (number, handoff_id), slots in given.items():
             self._connections[number].tell(Grant(handoff_id, slots))
 
     # --- ends -------------------------------------------------------------------------------------------------------

@@ -1,6 +1,9 @@
 """The transfer self-test after connecting: real bytes through real slots, checked, with their GB/s.
 
-start: Want("") ──► Grant("", slots) ──► Probe per slot ──► ProbeDone each ──► passed
+    rounds:  small sizes, there and back ──► bulk, to touch every page ──► bulk again, with the clock running
+    a round: Want("") ──► Grant("", slots) ──► Probe per slot, its bytes ──► ProbeDone each; small ones come back
+
+Small probes are echoed by the receiver over the link before ProbeDone: both directions work, or the path is not used.
 """
 
 from __future__ import annotations
@@ -11,12 +14,25 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
+import torch
+
 from contracts.channel import Channel
 from contracts.errors import HandoffError
 from contracts.messages import Probe, Want
 from kvtransfer.pages import checksum
-from kvtransfer.slots import SendSlots
-from kvtransfer.transport import Link
+from kvtransfer.slots import SendSlots, Staging
+from kvtransfer.transport import Link, Op
+
+ECHO_BYTES = 256 << 10  # probes up to this size come back
+SMALL_SIZES = (1, 4 << 10, 64 << 10, ECHO_BYTES)
+
+
+def make_rounds(num_bytes: int, slot_bytes: int) -> list[list[int]]:
+    """Sizes of the probes, round by round; the last round is the timed one. Empty for 0 bytes."""
+    if num_bytes == 0:
+        return []
+    bulk = [min(slot_bytes, num_bytes - low) for low in range(0, num_bytes, slot_bytes)]
+    return [sorted({min(size, slot_bytes) for size in SMALL_SIZES}), bulk, bulk]
 
 
 class SelfTest:
@@ -25,64 +41,96 @@ class SelfTest:
     def __init__(
         self, num_bytes: int, slot_bytes: int, channel: Channel, link: Link, slots: SendSlots
     ) -> None:
-        self._num_bytes = num_bytes
-        self._unsent = num_bytes
-        self._slot_bytes = slot_bytes
+        self._rounds = deque(make_rounds(num_bytes, slot_bytes))
+        self._unsent: deque[int] = deque()
+        self._num_unanswered = self._num_wanted = self._num_bytes = 0
         self._channel = channel
         self._link = link
         self._slots = slots
+        self._staging = Staging(link)
         self._credits: deque[int] = deque()
-        self._num_unanswered = -(-num_bytes // slot_bytes)
+        self._echoes: dict[
+            int, tuple[Op, memoryview, int]
+        ] = {}  # slot -> receive, its buffer, checksum of what went
+        largest = max((size for sizes in self._rounds for size in sizes), default=0)
+        self._pattern = torch.arange(-(-largest // 8), dtype=torch.int64).view(torch.uint8)
         self._begun_s = 0.0
         self._is_stopped = False
         self.gigabytes_per_s = 0.0
 
     @property
     def is_passed(self) -> bool:
-        return self._num_unanswered == 0
+        return self._num_unanswered == 0 and not self._rounds
 
     def start(self) -> None:
-        if self._num_unanswered:
-            self._channel.send(Want("", self._num_unanswered))
+        if self._rounds:
+            self._begin_round()
 
     def stop(self) -> None:
         self._is_stopped = True
         self._slots.forget(self._pump_soon)
 
     def granted(self, credits: Sequence[int]) -> None:
-        self._begun_s = self._begun_s or time.monotonic()
         self._credits.extend(credits)
         self._pump()
 
-    def probe_done(self, is_ok: bool) -> None:
-        """Raises HandoffError if the bytes did not arrive as sent."""
+    async def probe_done(self, slot: int, is_ok: bool) -> None:
+        """Raises HandoffError if the bytes did not arrive as sent, or did not come back so."""
         if not is_ok:
             raise HandoffError("the transfer self-test failed: bytes arrived damaged")
+        if slot in self._echoes:
+            op, buffer, wanted = self._echoes.pop(slot)
+            num_bytes = await op.wait()
+            if checksum(torch.frombuffer(buffer, dtype=torch.uint8)[:num_bytes]) != wanted:
+                raise HandoffError("the transfer self-test failed: bytes came back damaged")
         self._num_unanswered = max(self._num_unanswered - 1, 0)
-        if self.is_passed:
-            elapsed_s = max(time.monotonic() - self._begun_s, 1e-9)
-            self.gigabytes_per_s = self._num_bytes / elapsed_s / 1e9
+        if self._num_unanswered == 0:
+            if self._rounds:
+                self._begin_round()
+            elif not self.gigabytes_per_s:
+                elapsed_s = max(time.monotonic() - self._begun_s, 1e-9)
+                self.gigabytes_per_s = self._num_bytes / elapsed_s / 1e9
+
+    def _begin_round(self) -> None:
+        sizes = self._rounds.popleft()
+        self._unsent.extend(sizes)
+        self._num_unanswered = len(sizes)
+        self._num_wanted += len(sizes)
+        self._num_bytes = sum(sizes)
+        self._begun_s = time.monotonic()
+        self._channel.send(Want("", self._num_wanted))
 
     def _pump_soon(self) -> None:
         asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
         while self._credits and self._unsent and not self._is_stopped and not self._channel.is_closed:
-            slot = self._slots.try_take(self._pump_soon)
+            staged = self._staging.tensor(self._credits[0])
+            slot = self._slots.try_take(self._pump_soon) if staged is None else None
+            if staged is None and slot is None:
+                return
+            self._send(self._credits.popleft(), self._unsent.popleft(), slot)
+        self._slots.pass_on()
+
+    def _send(self, credit: int, num_bytes: int, slot: int | None) -> None:
+        """Through the staging slot that goes with the credit, or through send slot `slot`."""
+        try:
+            content = self._staging.tensor(credit) if slot is None else self._slots.arena.tensors[slot]
+            assert content is not None
+            content[:num_bytes].copy_(self._pattern[:num_bytes])
+            wanted = checksum(content[:num_bytes])
+            if num_bytes <= ECHO_BYTES:
+                buffer = memoryview(bytearray(num_bytes))
+                self._echoes[credit] = (self._link.post_recv(credit, buffer), buffer, wanted)
+            self._channel.send(Probe(credit, num_bytes, wanted))
             if slot is None:
                 return
-            credit = self._credits.popleft()
-            num_bytes = min(self._unsent, self._slot_bytes)
-            self._unsent -= num_bytes
-            content = self._slots.arena.tensors[slot][:num_bytes]
-            try:
-                self._channel.send(Probe(credit, num_bytes, checksum(content)))
-                op = self._link.send(credit, self._slots.arena.views[slot][:num_bytes])
-            except BaseException:
+            op = self._link.send(credit, self._slots.arena.views[slot][:num_bytes])
+        except BaseException:
+            if slot is not None:
                 self._slots.give_back(slot)
-                raise
-            op.final.add_done_callback(partial(self._sent, slot))
-        self._slots.pass_on()
+            raise
+        op.final.add_done_callback(partial(self._sent, slot))
 
     def _sent(self, slot: int, final: asyncio.Future[int]) -> None:
         self._slots.give_back(slot)

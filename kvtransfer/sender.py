@@ -1,7 +1,8 @@
 """Prefill's side of one connection, to one life of one decode worker.
 
 ┌► connect ──► data link ──► self-test ──► READY ──EOF │ silence │ nonsense──► all handoffs fail ──┐
-└──────────────────────────── back-off ◄──refused, not reachable, self-test failed ◄────────────────┘
+│                 └── no link, or it failed the test: the next path, at once, while there is one   │
+└──────────────────────────── back-off ◄──refused, not reachable, no path is left ◄─────────────────┘
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ from contracts.messages import (
 from contracts.ticket import Ticket
 from kvtransfer.outgoing import Outgoing, OutgoingResult, Route
 from kvtransfer.pages import Pages
+from kvtransfer.paths import LEAST_JUDGED_BYTES, ON_ONE_HOST, Path, Paths, least_gigabytes_per_s
 from kvtransfer.selftest import SelfTest
-from kvtransfer.slots import SendSlots
-from kvtransfer.transport import Link, Transport
-from kvtransfer.watch import Watch
+from kvtransfer.slots import SendSlots, Staging
+from kvtransfer.transport import Link, LinkClosed, Op
+from kvtransfer.watch import Watch, watch_link
 
 logger = logging.getLogger("baton.kvtransfer")
 
@@ -69,6 +71,10 @@ def check_peer(ours: Hello, peer: Hello) -> None:
         )
 
 
+class _PathFailed(HandoffError):
+    """The data link did not come about, or failed its test; the peer itself answers."""
+
+
 class Sender:
     """`run` is the task that keeps the connection; `status` is what it has come to."""
 
@@ -77,17 +83,19 @@ class Sender:
         info: WorkerInfo,
         hello: Hello,
         secret: bytes,
-        transport: Transport,
+        paths: Paths,
         pages: Pages,
         slots: SendSlots,
         config: TransferConfig,
         on_change: Callable[[], None],
     ) -> None:
         self.info = info
-        self.status = PeerStatus(info.worker_id, False, transport.name, detail="connecting")
+        self.status = PeerStatus(info.worker_id, False, detail="connecting")
         self._hello = hello
         self._secret = secret
-        self._transport = transport
+        self._paths = paths
+        self._path_name = ""
+        self._failed: dict[str, str] = {}  # paths that are not tried (again) now, and why
         self._pages = pages
         self._slots = slots
         self._config = config
@@ -128,9 +136,11 @@ class Sender:
                 except BatonError as error:
                     reason = self._silence or error
                     logger.info("kv connection to %s: %s", self.info.worker_id, reason)
-                    self._set(
-                        PeerStatus(self.info.worker_id, False, self._transport.name, detail=str(reason))
-                    )
+                    self._set(PeerStatus(self.info.worker_id, False, self._path_name, detail=str(reason)))
+                    if isinstance(error, _PathFailed):
+                        self._failed[self._path_name] = str(reason)
+                        continue
+                self._failed.clear()  # what was no path then may be one now
                 if time.monotonic() - begun_s > LONGEST_BACK_OFF_S:
                     back_off_s = FIRST_BACK_OFF_S  # it worked for a while: this is a new trouble
                 await asyncio.sleep(back_off_s * random.uniform(0.5, 1.0))
@@ -139,14 +149,17 @@ class Sender:
             self._fail_all(WorkerLostError(f"{self.info.worker_id} was removed from the peers"))
 
     async def _connect(self) -> None:
-        """One connection, to its end. Raises what ended it."""
+        """One connection, to its end. Raises what ended it; _PathFailed if another path is worth a try."""
         self._silence = None
         channel = await connect(self.info.host, self.info.kv_port, self._hello, self._secret, self._check)
         try:
-            peer = channel.peer
-            link = await self._transport.connect(
-                peer.data_address, peer.bind_token, self._config.connect_timeout_s
-            )
+            path = self._choose(channel.peer.data_address)
+            try:
+                link = await path.transport.connect(
+                    path.address, channel.peer.bind_token, self._config.connect_timeout_s
+                )
+            except LinkClosed as error:
+                raise _PathFailed(str(error)) from error
             try:
                 await self._talk(channel, link)
             finally:
@@ -155,6 +168,15 @@ class Sender:
                 await link.close()
         finally:
             channel.abort()
+
+    def _choose(self, published: str) -> Path:
+        """The best path that has not just failed. Raises LinkClosed if none is left."""
+        paths = self._paths.common(published)
+        for path in paths:
+            if path.name not in self._failed:
+                self._path_name = path.name
+                return path
+        raise LinkClosed("; ".join(f"{name}: {why}" for name, why in self._failed.items()))
 
     async def _talk(self, channel: Channel, link: Link) -> None:
         config = self._config
@@ -165,8 +187,8 @@ class Sender:
                 config.slot_bytes, slot_bytes, self.info.worker_id,
             )  # fmt: skip
         self._route = Route(
-            channel.send, link, self._slots, self._pages, slot_bytes, config.progress_timeout_s,
-            lambda handoff_id: self._forget(handoff_id),
+            channel.send, link, Staging(link), self._is_summed, self._slots, self._pages, slot_bytes,
+            config.progress_timeout_s, lambda handoff_id: self._forget(handoff_id),
         )  # fmt: skip
         test = SelfTest(config.probe_bytes, slot_bytes, channel, link, self._slots)
         numbers = itertools.count()
@@ -176,31 +198,65 @@ class Sender:
                 channel.send(Ping(next(numbers)))
 
         watch = Watch(config.peer_timeout_s, ping, lambda: self._give_up(channel, "is silent"))
-        loop = asyncio.get_running_loop()
-        limit = loop.call_later(
-            config.connect_timeout_s, self._give_up, channel, "did not finish the self-test in time"
-        )
+        end = watch_link(link, channel)
         try:
-            test.start()
+            await self._pass(test, channel, watch, end)
+            self._set(self._judge(test))
             while True:
-                if test.is_passed and not self.status.is_ready:
-                    limit.cancel()
-                    self._set(
-                        PeerStatus(self.info.worker_id, True, self._transport.name, test.gigabytes_per_s)
-                    )
-                message = raise_if_refused(await channel.receive())
+                self._handle(channel, raise_if_refused(await channel.receive()))
                 watch.heard()
-                self._handle(channel, test, message)
         finally:
-            limit.cancel()
             watch.stop()
             test.stop()
             self._route = None
 
-    def _handle(self, channel: Channel, test: SelfTest, message: Message) -> None:
+    async def _pass(self, test: SelfTest, channel: Channel, watch: Watch, end: Op) -> None:
+        """Run the self-test. Raises _PathFailed if bytes are damaged or do not come in time, or the link ends."""
+        try:
+            async with asyncio.timeout(self._config.connect_timeout_s):
+                test.start()
+                while not test.is_passed:
+                    message = raise_if_refused(await channel.receive())
+                    watch.heard()
+                    match message:
+                        case Grant(handoff_id="", slots=slots):
+                            test.granted(slots)
+                        case ProbeDone(slot, is_ok):
+                            await test.probe_done(slot, is_ok)
+                        case _:
+                            self._handle(channel, message)
+        except TimeoutError as error:
+            raise _PathFailed("the transfer self-test did not finish in time") from error
+        except HandoffError as error:
+            raise _PathFailed(str(error)) from error
+        except WorkerLostError as error:
+            if end.final.done() and self._silence is None:
+                raise _PathFailed("the data link ended during the transfer self-test") from error
+            raise
+
+    @property
+    def _is_summed(self) -> bool:
+        """Whether chunks carry checksums on the path of now."""
+        if self._config.checksum != "auto":
+            return self._config.checksum == "always"
+        return self._path_name not in ON_ONE_HOST and self.info.host != self._paths.host
+
+    def _judge(self, test: SelfTest) -> PeerStatus:
+        """Ready; and what an operator should know about the path."""
+        speed, least = test.gigabytes_per_s, least_gigabytes_per_s(self._path_name)
+        is_slow = self._config.probe_bytes >= LEAST_JUDGED_BYTES and speed < least
+        notes = [f"{name} is not used: {why}" for name, why in self._failed.items()]
+        if is_slow:
+            notes.append(
+                f"expected at least {least:.2g} GB/s over {self._path_name} but measured {speed:.2g}"
+            )
+        if notes:
+            logger.warning("kv path to %s: %s", self.info.worker_id, "; ".join(notes))
+        logger.info("kv path to %s: %s, %.2g GB/s", self.info.worker_id, self._path_name, speed)
+        return PeerStatus(self.info.worker_id, True, self._path_name, speed, "; ".join(notes), is_slow)
+
+    def _handle(self, channel: Channel, message: Message) -> None:
         match message:
-            case Grant(handoff_id="", slots=slots):
-                test.granted(slots)
             case Grant(handoff_id, slots):
                 if (outgoing := self._outgoing.get(handoff_id)) is not None:
                     outgoing.granted(slots)
@@ -215,9 +271,7 @@ class Sender:
                     given_up = HandoffError(f"{self.info.worker_id} gave the handoff up")
                     outgoing.fail(from_wire(error) if error is not None else given_up)
                 channel.send(AbortOk(handoff_id))
-            case ProbeDone(_, is_ok):
-                test.probe_done(is_ok)
-            case AbortOk() | Pong():
+            case AbortOk() | Pong() | ProbeDone():
                 pass
             case _:
                 raise ProtocolError(f"expected a receiver's message but got {type(message).__name__}")

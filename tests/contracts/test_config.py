@@ -80,12 +80,8 @@ def test_an_unknown_key_is_refused_with_the_one_probably_meant(key: str, message
     ("overrides", "message"),
     [
         (
-            {"transfer.transport": "ucx"},
-            "transfer.transport: expected auto or tcp but got 'ucx', which has no data path in this version",
-        ),
-        (
             {"transfer.transport": "memory"},
-            "transfer.transport: expected auto or tcp but got 'memory', which ends at its own process "
+            "transfer.transport: expected auto, shm, ucx or tcp but got 'memory', which ends at its own process "
             "(prefill.num_replicas=1)",
         ),
         (
@@ -115,6 +111,7 @@ def test_fields_that_contradict_each_other_are_refused(overrides: dict[str, obje
     [
         {"transfer.transport": "auto"},
         {"transfer.transport": "tcp"},
+        {"transfer.transport": "ucx"},
         {"transfer.transport": "memory", "prefill.num_replicas": 0},
         {"engine.num_blocks": 256, "model.max_len": 4096},
         {"engine.num_blocks": 2},
@@ -130,7 +127,7 @@ def test_all_faults_are_told_at_once() -> None:
         "engine.block_size: expected ≥ 1 but got 0; "
         "decode.replicas: unknown key; did you mean decode.num_replicas?"
     )
-    assert refusal({"transfer.transport": "ucx", "transfer.host": "::"}).count("expected") == 2
+    assert refusal({"transfer.transport": "memory", "transfer.host": "::"}).count("expected") == 2
 
 
 def test_no_prefill_worker_means_colocated() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from contracts import wire
 from contracts.errors import ProtocolError
-from contracts.messages import Message, Ping, TokenItem, Tokens
+from contracts.messages import PROTOCOL_VERSION, Message, Ping, TokenItem, Tokens
 from contracts.request import Token
 
 
@@ -84,7 +84,7 @@ def test_unknown_fields_of_a_newer_peer_are_ignored() -> None:
 
 def test_another_version_is_refused_with_both_versions() -> None:
     raw = msgpack.unpackb(wire.encode(Ping(7)))
-    with pytest.raises(ProtocolError, match=r"version 1 but peer sent 99"):
+    with pytest.raises(ProtocolError, match=rf"version {PROTOCOL_VERSION} but peer sent 99"):
         wire.decode(msgpack.packb({**raw, "v": 99}))
 
 

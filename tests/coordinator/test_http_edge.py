@@ -246,6 +246,8 @@ async def test_metrics_tell_what_happened() -> None:
             'baton_worker_blocks{role="prefill",state="free",worker_id="prefill-0"} 6.0',
             'baton_worker_steps_total{role="prefill",worker_id="prefill-0"} 7.0',
             'baton_link_bytes_per_second{peer_id="decode-0",transport="tcp",worker_id="prefill-0"} 1.5e+09',
+            'baton_kv_path{peer_id="decode-0",transport="tcp",worker_id="prefill-0"} 1.0',
+            'baton_kv_path_slow{peer_id="decode-0",transport="tcp",worker_id="prefill-0"} 0.0',
         ):
             assert line in text, line
 

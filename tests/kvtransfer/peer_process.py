@@ -1,4 +1,7 @@
-"""An endpoint in a process of its own: `decode` waits for handoff "h", `prefill PORT` opens it and never ends it."""
+"""An endpoint in a process of its own: `decode` waits for handoff "h", `prefill` opens it and never ends it.
+
+Arguments: role, transport, port of the peer.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ NUM_TOKENS = 100
 NUM_READY = 60
 
 
-async def main(role: str, port: int) -> None:
-    side = Side(role[0], 1 if role == "prefill" else 2, make_config())
+async def main(role: str, transport: str, port: int) -> None:
+    side = Side(role[0], 1 if role == "prefill" else 2, make_config(transport=transport))
     own_port = await side.endpoint.start(HOST)
     handoff = Handoff(Pair(side, side, port), NUM_TOKENS, 0, handoff_id="h")
     if role == "decode":
@@ -27,4 +30,4 @@ async def main(role: str, port: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from contracts.errors import HandoffError, ProtocolError
 from kvtransfer.incoming import Arrivals
 from kvtransfer.outgoing import MAX_SENDS, ChunkPlan
-from kvtransfer.slots import Credits, SendSlots, SlotCounts, SlotTable
+from kvtransfer.slots import WINDOW, Credits, SendSlots, SlotCounts, SlotTable
 
 sizes = st.integers(0, 70)
 
@@ -151,6 +151,19 @@ def test_credits_go_round_and_nobody_waits_for_more_than_one_turn_of_the_others(
         size = sum(total > round_number for total in wants)
         assert len(set(order[:size])) == size
         order = order[size:]
+
+
+def test_one_flow_holds_a_window_of_slots_and_the_rest_is_for_others() -> None:
+    table = SlotTable(2 * WINDOW)
+    credits = Credits(table)
+    credits.want((0, "a"), 100)
+    first = credits.hand_out()[0, "a"]
+    assert len(first) == WINDOW
+    assert credits.hand_out() == {}
+    credits.want((0, "b"), 1)
+    assert list(credits.hand_out()) == [(0, "b")]
+    table.finish(first[0])
+    assert list(credits.hand_out()) == [(0, "a")]
 
 
 def test_who_waits_for_a_send_slot_is_called_in_turn() -> None:

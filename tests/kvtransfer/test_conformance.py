@@ -1,4 +1,4 @@
-"""What every transport promises (kvtransfer/transport.py). A new one is one more line in MAKERS."""
+"""What every transport promises (kvtransfer/transport.py). A new one is one more line in links.py."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from kvtransfer.memory import MemoryTransport
-from kvtransfer.tcp import TcpTransport
 from kvtransfer.transport import TOKEN_BYTES, Link, LinkClosed, TransferTruncated, Transport
-from tests.kvtransfer.tools import HOST, WAIT_S, until
+from tests.kvtransfer.links import MAKERS
+from tests.kvtransfer.tools import WAIT_S, until
 
-MAKERS: dict[str, Callable[[], Transport]] = {
-    "memory": MemoryTransport,
-    "tcp": lambda: TcpTransport(HOST),
-}
 TOKEN = b"t" * TOKEN_BYTES
 pytestmark = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
@@ -122,4 +117,4 @@ async def test_nobody_there_is_link_closed(make: Callable[[], Transport]) -> Non
         await listener.accept(TOKEN, 0.01)
     await listener.close()
     with pytest.raises(LinkClosed):
-        await make().connect(address, TOKEN, WAIT_S)
+        await make().connect(address, TOKEN, 0.5)

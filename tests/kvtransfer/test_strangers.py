@@ -12,7 +12,7 @@ import torch
 
 from contracts.messages import Abort, AbortOk, ChunkDone, Commit, Data, Fin, Grant, Message, Open, Want
 from contracts.ticket import sign
-from kvtransfer import tcp
+from kvtransfer import doorman, stream
 from kvtransfer.pages import Pages, checksum
 from tests.kvtransfer.tools import (
     HOST,
@@ -129,6 +129,31 @@ async def test_fin_without_all_tokens_fails_the_handoff() -> None:
         assert "tokens are missing" in str(await handoff.outcome())
 
 
+async def test_fin_may_come_before_the_bytes() -> None:
+    async with facing() as (handoff, raw):
+        handoff_id, data = handoff.ticket.handoff_id, payload(handoff)
+        slot = await get_slot(handoff, raw)
+        head = Data(handoff_id, 0, slot, 0, NUM_TOKENS, data.numel(), checksum(data))
+        assert await raw.ask(head, Fin(handoff_id, 1, STATE)) == []
+        raw.link.send(slot, memoryview(data.numpy()))
+        assert await raw.hear() == Commit(handoff_id)
+        assert await handoff.outcome() == STATE
+        assert handoff.arrived == NUM_TOKENS
+
+
+async def test_fin_waits_for_a_chunk_that_was_asked_for_again() -> None:
+    async with facing() as (handoff, raw):
+        handoff_id, data = handoff.ticket.handoff_id, payload(handoff)
+        slot = await get_slot(handoff, raw)
+        raw.channel.send(Data(handoff_id, 0, slot, 0, NUM_TOKENS, data.numel(), checksum(data) ^ 2))
+        raw.link.send(slot, memoryview(data.numpy()))
+        assert await raw.hear() == ChunkDone(handoff_id, 0, slot, False)
+        (grant,) = await raw.ask(Fin(handoff_id, 1, STATE), Want(handoff_id, 2))
+        assert isinstance(grant, Grant)
+        assert await deliver(handoff, raw, grant.slots[0]) == Commit(handoff_id)
+        assert handoff.arrived == NUM_TOKENS
+
+
 async def test_data_of_a_wrong_size_or_range_is_never_written() -> None:
     for low, high, num_bytes in [(0, NUM_TOKENS, 100), (0, 99, 2560), (5, 5, 0), (-1, 3, 1024)]:
         async with facing() as (handoff, raw):
@@ -168,7 +193,8 @@ async def test_a_sender_that_is_gone_ends_its_handoff() -> None:
 
 
 async def test_garbage_on_both_ports_is_closed_and_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "UNBOUND_TIMEOUT_S", 0.1)
+    for module in (doorman, stream):
+        monkeypatch.setattr(module, "UNBOUND_TIMEOUT_S", 0.1)
     async with connected(make_config()) as pair:
         data_port = int(pair.decode.endpoint._address.rpartition(":")[2])
         for port in (pair.port, data_port):

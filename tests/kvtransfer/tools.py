@@ -221,7 +221,8 @@ class RawSender:
 @contextlib.asynccontextmanager
 async def raw_sender(port: int, name: str = "p") -> AsyncIterator[RawSender]:
     channel = await connect(HOST, port, Hello(name, 1, "kv", b"", FINGERPRINT, LAYOUT), SECRET)
-    link = await TcpTransport(HOST).connect(channel.peer.data_address, channel.peer.bind_token, WAIT_S)
+    address = channel.peer.data_address.removeprefix("tcp=")
+    link = await TcpTransport(HOST).connect(address, channel.peer.bind_token, WAIT_S)
     try:
         yield RawSender(channel, link)
     finally:

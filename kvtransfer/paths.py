@@ -1,0 +1,149 @@
+"""Which transports an endpoint has, which of them a pair can use, and what speed is worth an alarm.
+
+    make_transports ──► Paths.listen ──"shm=@… ucx=host:port tcp=host:port"──► the peer's hello
+    Paths.common(published) ──► the ways to that peer, best first ──connect, self-test──► the first that passes
+
+auto: shm (which only reaches processes of one host and is the fastest there), then ucx where it loads, then tcp.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import ipaddress
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from contracts.config import TransferConfig
+from contracts.errors import ConfigError
+from kvtransfer import shm, ucx
+from kvtransfer.memory import MemoryTransport
+from kvtransfer.shm import ShmTransport
+from kvtransfer.tcp import TcpTransport
+from kvtransfer.transport import Link, LinkClosed, Transport
+from kvtransfer.ucx import UcxTransport
+
+logger = logging.getLogger("baton.kvtransfer")
+
+ON_ONE_HOST = ("memory", "shm")
+LEAST_SHARE_OF_MEMCPY = 0.1
+LEAST_JUDGED_BYTES = 1 << 20  # a shorter self-test measures the messages around it
+LEAST_GIGABYTES_PER_S = 0.05  # of a network path: half of what a wire of 1 Gbit/s carries
+_COPY_BYTES = 8 << 20
+
+
+def make_transports(config: TransferConfig, host: str) -> list[Transport]:
+    """What `transfer.transport` names, best first. Raises ConfigError if it is not there."""
+    match config.transport:
+        case "memory":
+            return [MemoryTransport()]
+        case "shm":
+            return [ShmTransport(config.num_slots, config.slot_bytes)]
+        case "ucx":
+            return [UcxTransport(host)]
+        case "tcp":
+            return [TcpTransport(host)]
+    transports: list[Transport] = []
+    if shm.is_available():
+        transports.append(ShmTransport(config.num_slots, config.slot_bytes))
+    if not _is_loopback(host) and _has_ucx():  # behind a loopback address every peer is reached by shm
+        transports.append(UcxTransport(host))
+    return [*transports, TcpTransport(host)]
+
+
+@functools.cache
+def _has_ucx() -> bool:
+    try:
+        ucx.load_ucxx()
+    except ConfigError as error:
+        logger.warning("%s: not used between hosts", error)
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """One way to one peer."""
+
+    transport: Transport
+    address: str
+
+    @property
+    def name(self) -> str:
+        return self.transport.name
+
+
+class Paths:
+    """The transports of one endpoint, listening together. `host` is the address that all of them have."""
+
+    def __init__(self, transports: Sequence[Transport], host: str) -> None:
+        self._transports = transports
+        self.host = host
+
+    async def listen(self) -> str:
+        """Returns what to publish. Raises what the first transport that cannot listen raises."""
+        return " ".join([f"{each.name}={await each.listen()}" for each in self._transports])
+
+    def common(self, published: str) -> list[Path]:
+        """Ways to the peer who published this, best first. Raises LinkClosed if there is none."""
+        theirs = dict(part.split("=", 1) for part in published.split() if "=" in part)
+        paths = [Path(each, theirs[each.name]) for each in self._transports if each.name in theirs]
+        if not paths:
+            ours = ", ".join(each.name for each in self._transports)
+            raise LinkClosed(
+                f"expected one of our transports ({ours}) but peer has {', '.join(theirs) or published[:80]!r}"
+            )
+        return paths
+
+    async def accept(self, token: bytes, timeout_s: float) -> Link:
+        """The link whose dialler shows `token`, by whichever way. Raises LinkClosed after `timeout_s`."""
+        tasks = [asyncio.create_task(each.accept(token, timeout_s)) for each in self._transports]
+        kept: list[Link] = []
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            kept = [task.result() for task in tasks if _has_link(task)][:1]
+        finally:
+            for task in tasks:
+                task.cancel()  # a transport drops what came for somebody who has left
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for link in [task.result() for task in tasks if _has_link(task)]:
+                if link not in kept:
+                    await link.close()
+        if not kept:
+            raise LinkClosed(f"no data link came within {timeout_s} s")
+        return kept[0]
+
+    async def close(self) -> None:
+        for each in self._transports:
+            with contextlib.suppress(OSError):
+                await each.close()
+
+
+def _has_link(task: asyncio.Task[Link]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+def least_gigabytes_per_s(name: str) -> float:
+    """The speed under which a path of this kind is not what it should be; for shm it measures the host now."""
+    return LEAST_SHARE_OF_MEMCPY * memcpy_gigabytes_per_s() if name == "shm" else LEAST_GIGABYTES_PER_S
+
+
+def memcpy_gigabytes_per_s() -> float:
+    """One copy of a few MB in this process, under the load of this moment."""
+    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8)
+    target = torch.ones_like(source)  # written once: no page is touched for the first time below
+    begun_s = time.monotonic()
+    target.copy_(source)
+    return _COPY_BYTES / max(time.monotonic() - begun_s, 1e-9) / 1e9
