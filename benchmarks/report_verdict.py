@@ -103,6 +103,10 @@ class Place:
         if arrival is None or load is None:
             return None
         work = row.get("trace") or f"{row.get('input_tokens')}/{row.get('output_tokens')} tokens"
+        if row.get("prefix_tokens"):
+            work += f" behind {row['prefix_tokens']} shared"
+        if (row.get("num_turns") or 1) > 1:
+            work += f", {row['num_turns']} turns"
         name = f"gamma of shape {row['burstiness']:g}" if arrival == "gamma" else arrival
         return cls(f"{work}, {name}", float(load))
 

@@ -172,15 +172,21 @@ def _parser() -> argparse.ArgumentParser:
     axes = parser.add_argument_group("axes, each a list with commas")
     axes.add_argument("--modes", type=_listed(str), help="disaggregated,colocated")
     axes.add_argument("--splits", type=_listed(str), help="P:D workers, e.g. 1:1,1:2")
-    axes.add_argument("--lengths", type=_listed(str), help="prompt/answer tokens, e.g. 256/64,64:1024/32")
-    axes.add_argument("--loads", type=_listed(float), help="requests/s, or streams of closed arrivals")
+    axes.add_argument(
+        "--lengths", type=_listed(str), help="prompt/answer tokens, e.g. 256/64,64:1024/32, or trace:NAME"
+    )
+    axes.add_argument(
+        "--loads", type=_listed(float), help="requests/s; streams of closed arrivals; × a trace's rate"
+    )
     axes.add_argument("--seeds", type=_listed(int), help="at least three, e.g. 0,1,2")
     axes.add_argument(
         "--interleave", action=argparse.BooleanOptionalAction, help="seed by seed through servers"
     )
     settings = parser.add_argument_group("settings, the same for all runs of a folder")
-    settings.add_argument("--arrival", help="poisson, gamma, constant, closed")
-    for name, kind in (("burstiness", float), ("num-requests", int), ("duration-s", float), ("num-warmups", int),
+    settings.add_argument("--arrival", help="poisson, gamma, constant, trace, closed")
+    for name, kind in (("burstiness", float), ("length-scale", float), ("max-tokens", int),
+                       ("jitter-s", float), ("prefix-tokens", int), ("num-prefixes", int), ("turns", int),
+                       ("think-time-s", float), ("num-requests", int), ("duration-s", float), ("num-warmups", int),
                        ("ramp-s", float), ("drain-s", float), ("slo-ttft-ms", float), ("slo-tpot-ms", float),
                        ("timeout-s", float), ("model", str), ("config", str), ("tokenizer", str)):  # fmt: skip
         settings.add_argument(f"--{name}", type=kind)

@@ -18,9 +18,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from benchmarks.client import Endpoint
 from benchmarks.metrics import Slo
 from benchmarks.servers import Arm, Launch
-from benchmarks.spec import Lengths, LoadSpec
+from benchmarks.spec import Lengths, LoadSpec, PrefixSpec, TraceSpec, TurnSpec
+from benchmarks.traces import find_trace
 
 MIN_SEEDS = 3
+TRACE = "trace:"
 AXES = ("modes", "splits", "lengths", "loads", "seeds", "interleave")
 
 _Positive = Annotated[float, Field(gt=0)]
@@ -34,15 +36,27 @@ class Sweep(BaseModel):
     modes: tuple[str, ...] = Field(("disaggregated", "colocated"), min_length=1)
     splits: tuple[str, ...] = Field(("1:1",), min_length=1)
     lengths: tuple[str, ...] = Field(("256/64",), min_length=1)
-    """Prompt/answer tokens; each N or LOW:HIGH."""
+    """Prompt/answer tokens, each N or LOW:HIGH; or trace:NAME, the lengths and prefixes of a recorded workload."""
     loads: tuple[_Positive, ...] = Field((0.5, 1.0, 2.0), min_length=1)
-    """Requests/s of open arrivals, streams at once of closed ones."""
+    """Requests/s of open arrivals (of conversations, if they have turns), streams at once of closed ones, times the
+    recorded rate of arrival=trace."""
     seeds: tuple[int, ...] = Field((0, 1, 2), min_length=MIN_SEEDS)
     interleave: bool = True
     """Seed by seed through all servers, so that a machine that slows down favours none; else each server once."""
 
-    arrival: Literal["poisson", "gamma", "constant", "closed"] = "poisson"
+    arrival: Literal["poisson", "gamma", "constant", "trace", "closed"] = "poisson"
     burstiness: _Positive = 1.0
+    length_scale: _Positive = 1.0
+    """Of traces: multiplies prompt and answer lengths; requests longer than max_tokens after it are left out."""
+    max_tokens: int | None = Field(None, ge=1)
+    jitter_s: float = Field(0.0, ge=0)
+    """Grain of a trace's recorded times (Mooncake: 3)."""
+    prefix_tokens: int = Field(0, ge=0)
+    """Prompts begin with one of num_prefixes shared texts of this length."""
+    num_prefixes: int = Field(1, ge=1)
+    turns: int = Field(1, ge=1)
+    """Of a conversation: each adds a prompt and an answer of these lengths to what was said."""
+    think_time_s: float = Field(0.0, ge=0)
     num_requests: int = Field(20, ge=1)
     duration_s: float = Field(0.0, ge=0)
     """Open arrivals only: enough requests for this long, at least num_requests."""
@@ -71,8 +85,24 @@ class Sweep(BaseModel):
     @classmethod
     def _check_lengths(cls, values: tuple[str, ...]) -> tuple[str, ...]:
         for value in values:
-            parse_lengths(value)
+            if value.startswith(TRACE):
+                find_trace(value.removeprefix(TRACE))
+            else:
+                parse_lengths(value)
         return values
+
+    @model_validator(mode="after")
+    def _check_work(self) -> Sweep:
+        traces = [value for value in self.lengths if value.startswith(TRACE)]
+        if self.arrival == "trace" and len(traces) < len(self.lengths):
+            raise ValueError(
+                f"lengths: expected trace:NAME beside arrival=trace but got {', '.join(self.lengths)}"
+            )
+        if traces and self.prefix_tokens:
+            raise ValueError("prefix_tokens: expected no trace beside it, since a trace has its own prefixes")
+        if self.turns > 1 and self.endpoint != "chat":
+            raise ValueError(f"turns: expected endpoint=chat but got {self.endpoint}")
+        return self
 
     @model_validator(mode="after")
     def _check_loads(self) -> Sweep:
@@ -83,8 +113,8 @@ class Sweep(BaseModel):
                         f"loads: expected whole numbers of streams up to num_requests={self.num_requests} "
                         f"but got {load:g}"
                     )
-            if self.duration_s:
-                raise ValueError("duration_s: expected open arrivals but got arrival=closed")
+        if self.duration_s and self.arrival in ("closed", "trace"):
+            raise ValueError(f"duration_s: expected arrivals at a rate but got arrival={self.arrival}")
         return self
 
     @property
@@ -124,13 +154,19 @@ class Cell:
     def name(self) -> str:
         """Of its files; different cells have different names."""
         series = self.series.replace(" ", "-").replace(":", "-")
-        lengths = self.lengths.replace(":", "to").replace("/", "-")
+        lengths = self.lengths.replace(TRACE, "trace-").replace(":", "to").replace("/", "-")
         return f"{series}_{lengths}_{self.arrival}-{self.load:g}_seed{self.seed}"
 
     @property
     def title(self) -> str:
-        unit = "streams" if self.arrival == "closed" else "requests/s"
-        return f"{self.series}, {self.lengths} tokens, {self.load:g} {unit}, seed {self.seed}"
+        unit = {"closed": "streams", "trace": "× the trace's rate"}.get(self.arrival, "requests/s")
+        work = self.lengths.removeprefix(TRACE) if self.trace else f"{self.lengths} tokens"
+        return f"{self.series}, {work}, {self.load:g} {unit}, seed {self.seed}"
+
+    @property
+    def trace(self) -> str | None:
+        """Name or file of the recorded workload, if it is one."""
+        return self.lengths.removeprefix(TRACE) if self.lengths.startswith(TRACE) else None
 
     @property
     def run_seed(self) -> int:
@@ -141,11 +177,20 @@ class Cell:
         return zlib.crc32(f"{self.lengths}/{self.arrival}/{self.load:g}/{self.seed}".encode())
 
     def spec(self, sweep: Sweep, url: str) -> LoadSpec:
-        input_tokens, output_tokens = parse_lengths(self.lengths)
-        is_closed = self.arrival == "closed"
+        is_closed, is_recorded = self.arrival == "closed", self.arrival == "trace"
         num_requests = sweep.num_requests
         if not is_closed:
             num_requests = max(num_requests, round(self.load * sweep.duration_s))
+        work: dict[str, Any] = {}
+        if self.trace:
+            time_scale = self.load if is_recorded else 1.0
+            work["trace"] = TraceSpec(
+                self.trace, time_scale, sweep.length_scale, sweep.max_tokens, sweep.jitter_s
+            )
+        else:
+            work["input_tokens"], work["output_tokens"] = parse_lengths(self.lengths)
+        if sweep.prefix_tokens:
+            work["prefix"] = PrefixSpec(sweep.prefix_tokens, sweep.num_prefixes)
         return LoadSpec(
             url,
             model="" if self.arm else sweep.model,
@@ -153,18 +198,18 @@ class Cell:
             is_plain=sweep.is_plain,
             tokenizer=Path(sweep.tokenizer) if sweep.tokenizer else None,
             arrival=sweep.arrival,
-            rate=1.0 if is_closed else self.load,
+            rate=1.0 if is_closed or is_recorded else self.load,
             burstiness=sweep.burstiness,
             concurrency=int(self.load) if is_closed else 1,
             num_requests=num_requests,
-            input_tokens=input_tokens,
-            output_tokens=output_tokens,
+            turns=TurnSpec(sweep.turns, sweep.think_time_s),
             seed=self.run_seed,
             slo=sweep.slo,
             num_warmups=sweep.num_warmups,
             ramp_s=sweep.ramp_s,
             drain_s=sweep.drain_s,
             timeout_s=sweep.timeout_s,
+            **work,
         )
 
 

@@ -15,8 +15,10 @@ import pytest
 
 from benchmarks import sweep as sweep_command
 from benchmarks.progress import Board
+from benchmarks.report_verdict import Place
 from benchmarks.result import read_result
 from benchmarks.servers import Launch, OurHost
+from benchmarks.spec import TraceSpec
 from benchmarks.sweep import Folder, run_sweep
 from benchmarks.sweep_plan import Sweep, cells, differences, read_sweep
 from tests.benchmarks.builders import fake_server, stamps, wait_until
@@ -101,6 +103,29 @@ def test_a_cell_is_the_load_run_that_the_definition_says() -> None:
     assert (spec.arrival, spec.concurrency, spec.num_requests) == ("closed", 3, 4)
 
 
+def test_a_trace_is_work_at_any_arrival_and_at_its_own_times() -> None:
+    lengths = ["trace:azure_conv", "20/4"]
+    sweep = make_sweep(lengths=lengths, loads=[3], length_scale=0.5, max_tokens=900)
+    drawn, plain = (cell.spec(sweep, "http://x") for cell in cells(sweep, "given")[:2])
+    assert drawn.trace == TraceSpec("azure_conv", 1.0, 0.5, 900)
+    assert (drawn.rate, plain.rate, plain.trace, str(plain.input_tokens)) == (3.0, 3.0, None, "20")
+    sweep = make_sweep(lengths=lengths[:1], arrival="trace", loads=[0.5, 2])
+    grid = cells(sweep, "given")
+    specs = [cell.spec(sweep, "http://x") for cell in grid[:2]]
+    assert [spec.trace and spec.trace.time_scale for spec in specs] == [0.5, 2.0]
+    assert grid[0].title == "given, azure_conv, 0.5 × the trace's rate, seed 0"
+    assert grid[0].name == "given_trace-azure_conv_trace-0.5_seed0"
+
+
+def test_shared_prefixes_and_conversations_reach_the_server(url: str, tmp_path: Path) -> None:
+    arguments = flags(url, tmp_path, prefix_tokens="8", num_prefixes="2", turns="2", name="talk")
+    assert sweep_command.main(arguments) == 0
+    rows = read_result(tmp_path / "result.json").rows
+    assert [(row["prefix_tokens"], row["num_turns"], row["offered"]) for row in rows] == [(8, 2, 8)] * 3
+    place = Place.of(rows[0])
+    assert str(place) == "20/4 tokens behind 8 shared, 2 turns, constant, 100 requests/s"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -111,7 +136,11 @@ def test_a_cell_is_the_load_run_that_the_definition_says() -> None:
         ({"loads": [-1]}, "loads.0: "),
         ({"arrival": "closed", "loads": [1.5]}, "expected whole numbers of streams"),
         ({"arrival": "closed", "loads": [5]}, "up to num_requests=4 but got 5"),
-        ({"arrival": "closed", "loads": [2], "duration_s": 3}, "duration_s: expected open arrivals"),
+        ({"arrival": "closed", "loads": [2], "duration_s": 3}, "duration_s: expected arrivals at a rate"),
+        ({"lengths": ["trace:nobody"]}, "lengths: trace: expected a file or one of azure_code"),
+        ({"arrival": "trace"}, "lengths: expected trace:NAME beside arrival=trace but got 20/4"),
+        ({"lengths": ["trace:azure_code"], "prefix_tokens": 64}, "prefix_tokens: expected no trace"),
+        ({"turns": 2, "endpoint": "completions"}, "turns: expected endpoint=chat"),
         ({"colour": "red"}, "colour: unknown key; known: modes"),
     ],
 )
