@@ -21,7 +21,8 @@ from typing import Literal, NamedTuple
 from policy.chunks import Cadence
 from policy.fleet import FleetView, WorkerState, sample
 from policy.link_model import LinkModel
-from policy.step_model import Work
+
+_NO_TIME = "its streams leave no time"
 
 Verdict = Literal["placed", "no_decode_room", "too_late", "workers_busy"]
 
@@ -41,6 +42,12 @@ class Job:
     held: Mapping[str, int] = field(default_factory=dict)
     is_leftover: bool = False
     may_be_late: bool = False
+
+    def split(self, worker_id: str) -> tuple[int, int]:
+        """(prompt tokens that the worker need not read, those that it must: one at least)."""
+        held = self.held.get(worker_id, 0)
+        past = held if held < self.prompt_tokens else self.prompt_tokens - 1
+        return past, self.prompt_tokens - past
 
 
 class Option(NamedTuple):
@@ -185,13 +192,12 @@ class Placer:
         self, job: Job, reader: WorkerState, writer: WorkerState, gap_s: float, now_s: float, price: float
     ) -> Option:
         rules = self.rules
-        backlog_s = reader.prefill_free_s - now_s
-        past = min(job.held.get(reader.worker_id, 0), job.prompt_tokens - 1)
-        num_new = job.prompt_tokens - past
+        backlog_s = reader.prefill_free_s - now_s if reader.prefill_free_s > now_s else 0.0
+        past, num_new = job.split(reader.worker_id)
         service_s, _ = self._reading(reader, job.cadence, num_new, past, rules.prefill_chunk)
         num_bytes = (job.prompt_tokens - job.held.get(writer.worker_id, 0)) * rules.bytes_per_token
         transfer_s = self._links.predict_s(reader.worker_id, writer.worker_id, max(num_bytes, 0))
-        ttft_s = max(backlog_s, 0.0) + service_s + rules.overhead_s
+        ttft_s = backlog_s + service_s + rules.overhead_s
         return Option(
             "remote",
             reader.worker_id,
@@ -200,16 +206,16 @@ class Placer:
             gap_s,
             service_s * price + rules.wait_price * (ttft_s + transfer_s),
             service_s,
-            "" if math.isfinite(service_s) else "its streams leave no time",
+            _NO_TIME if service_s == math.inf else "",
         )
 
     def _local(self, job: Job, worker: WorkerState, gap_s: float, now_s: float) -> Option:
         rules = self.rules
-        past = min(job.held.get(worker.worker_id, 0), job.prompt_tokens - 1)
-        num_new = job.prompt_tokens - past
+        past, num_new = job.split(worker.worker_id)
         service_s, price_s = self._reading(worker, job.cadence, num_new, past, rules.local_chunk)
-        ttft_s = max(worker.prefill_free_s - now_s, 0.0) + service_s + rules.overhead_s
-        drawback = "" if math.isfinite(service_s) else "its streams leave no time"
+        backlog_s = worker.prefill_free_s - now_s if worker.prefill_free_s > now_s else 0.0
+        ttft_s = backlog_s + service_s + rules.overhead_s
+        drawback = _NO_TIME if service_s == math.inf else ""
         return Option(
             "local",
             worker.worker_id,
@@ -227,19 +233,19 @@ class Placer:
         """(time, device time beyond what the streams take anyway) of a prompt read in the chunks that fit between the
         tokens of the worker's streams; infinite where none fits.
         """
-        model, middle, num_streams = worker.model, past + num_new // 2, worker.num_streams
+        model, num_streams = worker.model, worker.running_streams + worker.promised_streams
         if not num_streams:
             service_s = model.prefill_s(num_new, past, cap)
             return service_s, service_s
-        step_s = min(worker.gap_s * cadence.share, cadence.longest_step_s)
-        decodes = Work(0, 0, num_streams, worker.context_tokens)
-        chunk = model.largest_chunk(decodes, middle, step_s, cap if cap < num_new else num_new)
-        if chunk < num_new and chunk < self.rules.least_chunk:
-            return math.inf, math.inf
-        num_steps = num_new / chunk
-        full_s = model.predict_s(decodes.plus_chunk(chunk, middle))
-        alone_s = model.decode_step_s(decodes.num_decodes, decodes.decode_context)
-        return num_steps * full_s, num_steps * (full_s - alone_s)
+        step_s, longest_s = worker.gap_s * cadence.share, cadence.longest_step_s
+        return model.reading_s(
+            num_new,
+            past,
+            (num_streams, worker.running_context + worker.promised_tokens),
+            step_s if step_s < longest_s else longest_s,
+            cap,
+            self.rules.least_chunk,
+        )
 
 
 def dispatch(option: Option, job: Job, fleet: FleetView, now_s: float) -> None:

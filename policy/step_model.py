@@ -211,6 +211,38 @@ class StepModel:
         root = 2 * rest_s / max(linear + math.sqrt(linear * linear + 4 * square * rest_s), 1e-15)
         return min(cap, int(root))
 
+    def reading_s(
+        self, num_new: int, past: int, decodes: tuple[int, int], budget_s: float, cap: int, least: int
+    ) -> tuple[float, float]:
+        """(time, time beyond what the decodes take anyway) of `num_new` prompt tokens behind `past` ones, read in the
+        chunks of up to `cap` that fit beside `decodes` (streams, their context) within `budget_s`; infinite where only
+        chunks below `least` do.
+
+        NOTE: placement asks this of every option, so it is `largest_chunk` and `predict_s` written out.
+        """
+        num_decodes, context = decodes
+        alone, fit, middle = self.decode, self.mixed, past + num_new // 2
+        alone_s = alone.base_s + alone.decode_s * num_decodes + alone.context_s * context
+        budget_s /= self.margin
+        fixed_s = fit.base_s + fit.decode_s * num_decodes + fit.context_s * context
+        rest_s = budget_s - fixed_s
+        if alone_s > budget_s or rest_s <= 0:
+            return math.inf, math.inf
+        square = fit.attended_s
+        linear = fit.token_s + 2 * square * middle
+        bottom = linear + math.sqrt(linear * linear + 4 * square * rest_s)
+        chunk = int(2 * rest_s / (bottom if bottom > 1e-15 else 1e-15))
+        most = cap if cap < num_new else num_new
+        if chunk >= most:
+            chunk = most
+        elif chunk < least:
+            return math.inf, math.inf
+        full_s = fixed_s + (linear + square * chunk) * chunk
+        if full_s < alone_s:
+            full_s = alone_s
+        num_steps = num_new / chunk
+        return num_steps * full_s, num_steps * (full_s - alone_s)
+
     def observe(self, work: Work, step_s: float) -> None:
         """Learn from a step. Raises ValueError unless `step_s` is a positive time."""
         if not work.new_tokens and not work.num_decodes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -109,3 +110,25 @@ def test_the_largest_chunk_fits_and_one_more_does_not(
 
 def test_no_chunk_where_decodes_alone_take_the_time() -> None:
     assert make_model().largest_chunk(Work(0, 0, 200, 200_000), 0, 0.015, 4096) == 0
+
+
+@given(
+    num_new=st.integers(1, 20_000),
+    past=st.integers(0, 20_000),
+    decodes=st.sampled_from([(1, 100), (30, 30_000), (200, 200_000)]),
+    budget_s=st.floats(0.001, 0.2),
+    cap=st.integers(1, 4096),
+)
+def test_reading_in_chunks_is_the_largest_chunk_and_its_step(
+    num_new: int, past: int, decodes: tuple[int, int], budget_s: float, cap: int
+) -> None:
+    model, middle = make_model(), past + num_new // 2
+    work = Work(0, 0, *decodes)
+    chunk = model.largest_chunk(work, middle, budget_s, min(cap, num_new))
+    found = model.reading_s(num_new, past, decodes, budget_s, cap, least=32)
+    if chunk < min(32, cap, num_new):
+        assert found == (math.inf, math.inf)
+        return
+    step_s = model.predict_s(work.plus_chunk(chunk, middle))
+    extra_s = step_s - model.decode_step_s(*decodes)
+    assert found == pytest.approx((num_new / chunk * step_s, num_new / chunk * extra_s), abs=1e-9)
