@@ -177,10 +177,11 @@ def told(question: Question, result: Result) -> str:
             f"{promise}: not with {_counted(most['workers'], 'worker')}, which keep {most['attainment']:.1%}. "
             "A looser promise, or more workers (--max-workers), may do."
         )
+    workers, gpus = _counted(answer["workers"], "worker"), _counted(answer["gpus"], "GPU")
+    spread = f"{answer['attainment_min']:.1%} to {answer['attainment_max']:.1%} over seeds"
     return (
-        f"{promise}: {_counted(answer['workers'], 'worker')} ({_counted(answer['gpus'], 'GPU')}). They keep {answer['attainment']:.1%} "
-        f"({answer['attainment_min']:.1%} to {answer['attainment_max']:.1%} over seeds), with {answer['readers']:.1f} "
-        f"reading prompts on average, and keep 90% up to {answer['goodput_90']:.3g} requests/s."
+        f"{promise}: {workers} ({gpus}). They keep {answer['attainment']:.1%} ({spread}), with "
+        f"{answer['readers']:.1f} reading prompts on average, and keep 90% up to {answer['goodput_90']:.3g} requests/s."
     )
 
 
