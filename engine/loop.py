@@ -3,7 +3,8 @@
     step   commands ──► each phase proposes (decode first) ──► ONE execute ──► ONE sample ──► phases take ──► emit
 
     idle      no phase proposed anything: wait for a command, with a sign of life every HEARTBEAT_S
-    failed    execute or sample raised: the requests of this step end with EngineError, the loop goes on
+    failed    execute or sample raised: the requests of this step end with EngineError, or OutOfMemory if that was all
+              that was wrong; the loop goes on
     broken    a phase or a command raised: the books can no longer be trusted. The thread ends, `failure` says why,
               `step_age_s` grows without bound, and whoever watches it replaces the worker
 
@@ -25,7 +26,7 @@ from typing import Protocol
 
 import torch
 
-from contracts.errors import BatonError, DeadlineError, EngineError
+from contracts.errors import BatonError, DeadlineError, EngineError, OutOfMemory
 from contracts.request import Finished, Token
 from engine.runner import StepItem
 from engine.sampler import SamplingRow
@@ -219,11 +220,7 @@ class StepLoop:
         except Exception as exc:  # the edge of a step: whatever the device did wrong ends the step's requests
             logger.exception("step of %d sequences failed", len(works))
             self._num_failed_steps += 1
-            error = (
-                exc
-                if isinstance(exc, BatonError)
-                else EngineError(f"step failed: {type(exc).__name__}: {exc}")
-            )
+            error = _as_error(exc)
             for phase, proposed in proposals:
                 events += phase.fail(proposed, error) if proposed else []
         else:
@@ -284,3 +281,14 @@ class StepLoop:
             return
         if command is not None:
             command()
+
+
+def _as_error(exc: Exception) -> BatonError:
+    """What the requests of a failed step are told."""
+    if isinstance(exc, BatonError):
+        return exc
+    reason = f"{type(exc).__name__}: {exc}"
+    # torch has no type of its own for the host's memory.
+    if isinstance(exc, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in reason:
+        return OutOfMemory(f"no memory for a step: {reason}")
+    return EngineError(f"step failed: {reason}")
