@@ -148,8 +148,15 @@ class CoordinatorConfig(_Section):
     reserve_timeout_s: float = Field(
         5.0, gt=0, description="Longest wait for decode to grant or refuse blocks."
     )
-    max_attempts: int = Field(
-        3, ge=1, description="Placements tried for one request before its error is shown."
+    max_continuations: int = Field(
+        3,
+        ge=0,
+        description="How often one request goes on elsewhere after a failure, before its error is shown. A worker that leaves in order does not count.",
+    )
+    continue_timeout_s: float = Field(
+        120.0,
+        gt=0,
+        description="Longest wait of a request that lost its worker for a place on another one (or on the replacement).",
     )
     slow_reader_timeout_s: float = Field(
         60.0,

@@ -107,6 +107,11 @@ class WorkerLink:
                 logger.debug("%s was lost before the cancel of %s", self.info.worker_id, request_id)
         self._on_change(self)
 
+    def give_up(self, error: BatonError) -> None:
+        """Tell every request here to go elsewhere. Its flow then closes it, which cancels it on the worker."""
+        for sink in list(self._sinks.values()):
+            sink(error)
+
     async def audit(self, timeout_s: float) -> AuditReply:
         """The worker's block audit now. Raises WorkerLostError if it does not answer in time."""
         call_id = next(self._call_ids)
@@ -190,8 +195,7 @@ class WorkerLink:
     def _lose(self, error: WorkerLostError) -> None:
         self._channel = None
         self.status = None
-        for sink in list(self._sinks.values()):
-            sink(error)
+        self.give_up(error)
         for future in self._audits.values():
             if not future.done():
                 future.set_exception(error)

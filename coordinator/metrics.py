@@ -89,8 +89,8 @@ class Metrics:
         self._counters["baton_handoff_bytes_total"].inc(num_bytes)
         self._histograms["baton_handoff_exposed_seconds"].observe(exposed_s)
 
-    def retried(self, code: str) -> None:
-        self._counters["baton_retries_total"].labels(code).inc()
+    def continued(self, reason: str) -> None:
+        self._counters["baton_continuations_total"].labels(reason).inc()
 
 
 class _WorkerCollector(Collector):

@@ -24,7 +24,7 @@ import torch
 
 from contracts.channel import Channel, ChannelServer
 from contracts.config import BatonConfig, EngineConfig
-from contracts.errors import ConfigError, EngineError, OverloadedError, ProtocolError, WorkerLostError
+from contracts.errors import ConfigError, DrainingError, EngineError, ProtocolError, WorkerLostError
 from contracts.messages import (
     AskAudit,
     AuditReply,
@@ -155,7 +155,7 @@ class Worker:
 
     async def close(self) -> None:
         """End every request with a retryable error, then everything else."""
-        self._desk.end_all(OverloadedError(f"{self._worker_id} is shutting down"))
+        self._desk.end_all(DrainingError(f"{self._worker_id} is shutting down"))
         await asyncio.sleep(0)  # the terminal events leave before the connections do
         for task in self._tasks:
             task.cancel()

@@ -215,14 +215,14 @@ def test_metrics_hear_what_the_flow_tells() -> None:
     metrics.queued(0.3)
     metrics.placed("remote")
     metrics.handed_off(1000, 0.01)
-    metrics.retried("worker_lost")
+    metrics.continued("worker_lost")
     text = metrics.render().decode()
     for line in (
         "baton_queue_seconds_sum 0.3",
         'baton_placements_total{route="remote"} 1.0',
         "baton_handoff_bytes_total 1000.0",
         "baton_handoff_exposed_seconds_count 1.0",
-        'baton_retries_total{code="worker_lost"} 1.0',
+        'baton_continuations_total{reason="worker_lost"} 1.0',
     ):
         assert line in text, line
 
