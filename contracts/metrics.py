@@ -86,6 +86,12 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "baton_worker_step_age_seconds", "gauge", "Since the last sign of life of the engine.", _WORKER
     ),
+    MetricSpec(
+        "baton_worker_step_error_ratio",
+        "gauge",
+        "Mean relative error of the worker's predictions of its last steps.",
+        _WORKER,
+    ),
     MetricSpec("baton_worker_requests", "gauge", "Requests on the worker.", (*_WORKER, "state")),
     MetricSpec("baton_worker_blocks", "gauge", "KV blocks by state.", (*_WORKER, "state")),
     MetricSpec(

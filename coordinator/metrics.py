@@ -115,6 +115,8 @@ def _samples(worker: WorkerStatus) -> Iterator[tuple[str, tuple[str, ...], float
     who = (status.worker_id, worker.role)
     yield "baton_worker_ready", who, float(status.is_ready)
     yield "baton_worker_step_age_seconds", who, status.step_age_s
+    if status.steps is not None:
+        yield "baton_worker_step_error_ratio", who, status.steps.error
     yield "baton_worker_requests", (*who, "running"), status.num_running
     yield "baton_worker_requests", (*who, "waiting"), status.num_waiting
     for state in BLOCK_STATES:

@@ -83,6 +83,10 @@ class Result:
     token: Token | None
 
 
+Watch = Callable[[list[Work], float], None]
+"""(what a step computed, its seconds), after the phases took it. On the engine thread."""
+
+
 class Phase(Protocol):
     """Prefill or decode. All methods are called on the engine thread. `name` labels the counters."""
 
@@ -137,7 +141,9 @@ class StepLoop:
         emit: Emit,
         max_step_tokens: int = 1 << 16,
         clock: Callable[[], float] = time.monotonic,
+        watch: Watch | None = None,
     ) -> None:
+        self._watch = watch
         self._runner = runner
         self._sampler = sampler
         self._phases = tuple(phases)
@@ -215,11 +221,13 @@ class StepLoop:
         if not works:
             return False
         events: list[Event] = []
+        has_failed = False
         try:
             tokens = iter(self._compute(works))
         except Exception as exc:  # the edge of a step: whatever the device did wrong ends the step's requests
             logger.exception("step of %d sequences failed", len(works))
             self._num_failed_steps += 1
+            has_failed = True
             error = _as_error(exc)
             for phase, proposed in proposals:
                 events += phase.fail(proposed, error) if proposed else []
@@ -231,8 +239,10 @@ class StepLoop:
                     events += phase.take(results)
         now_s = self._clock()
         self._num_steps += 1
-        self._step_s += now_s - self._last_beat_s
-        self._last_beat_s = now_s
+        step_s, self._last_beat_s = now_s - self._last_beat_s, now_s
+        self._step_s += step_s
+        if self._watch is not None and not has_failed:
+            self._watch(works, step_s)
         if events:
             self._emit(events)
         return True

@@ -49,6 +49,7 @@ from engine.weights import LoadedModel, load_model, resolve_dtype
 from kvtransfer.endpoint import KvEndpoint
 from worker.desk import Desk
 from worker.phases import PhaseFactory, Phases
+from worker.steps import StepMeter
 from worker.watchdog import AwakeClock, Watchdog
 
 logger = logging.getLogger("baton.worker")
@@ -84,6 +85,7 @@ class Worker:
         self._info: WorkerInfo | None = None
         self._soon: asyncio.TimerHandle | None = None
         pool = config.prefill if role == "prefill" else config.decode
+        self._steps = StepMeter()
         self._clock = AwakeClock()
         self._watchdog = Watchdog(self._clock, self._trouble, pool.health_check_timeout_s, on_stuck)
 
@@ -208,6 +210,7 @@ class Worker:
             (self._phases.decode, self._phases.prefill),
             self._emit,
             clock=self._clock,
+            watch=self._steps.stepped,
         )
         return model
 
@@ -285,6 +288,7 @@ class Worker:
             audit=self._pool.audit(),
             peers=self._kv.peer_statuses(),
             counters=self._counters(),
+            steps=self._steps.report(),
         )
 
     def _counters(self) -> dict[str, float]:
