@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from contracts.config_slo import SloConfig
 from contracts.errors import ConfigError
 
 _WILDCARD_HOSTS = ("0.0.0.0", "::", "*")
@@ -247,6 +248,7 @@ class BatonConfig(_Section):
         default_factory=CoordinatorConfig, description="Admission, placement, deadlines."
     )
     transfer: TransferConfig = Field(default_factory=TransferConfig, description="KV handoff.")
+    slo: SloConfig = Field(default_factory=SloConfig, description="The two promises to users.")
     server: ServerConfig = Field(default_factory=ServerConfig, description="The HTTP edge.")
 
     @property

@@ -31,7 +31,8 @@ from contracts.errors import (
 from contracts.request import Finished, GenerateRequest, Token
 from coordinator.fleet import Fleet
 from coordinator.line import Line, Pace
-from coordinator.placement import Demand, Placement, place
+from coordinator.placement import Placement
+from coordinator.predict import Predictor
 from coordinator.run import Hold, Observer, Run
 from coordinator.stages import StageClock
 from coordinator.story import Story
@@ -57,6 +58,8 @@ class Flow:
         self._hold = hold
         self._observer = observer
         self._eos_ids = eos_ids
+        self.predictor = Predictor(config)
+        """Why requests went where they went."""
         self._line = Line(config.coordinator.max_queue)
         self._pace = Pace()
         self._num_running = 0
@@ -78,10 +81,11 @@ class Flow:
         """
         limits = self._config.coordinator
         limit_s = limits.request_timeout_s
-        deadline = time.monotonic() + (limit_s if deadline_s is None else min(limit_s, deadline_s))
+        arrived_s = time.monotonic()
+        deadline = arrived_s + (limit_s if deadline_s is None else min(limit_s, deadline_s))
         self._check_fits(request)
         stages = StageClock()
-        story = Story(request, self._eos_ids, limits.max_continuations)
+        story = Story(request, self._eos_ids, limits.max_continuations, arrived_s)
         while (end := story.end()) is None:
             run: Run | None = None
             try:
@@ -90,6 +94,8 @@ class Flow:
                     async with aclosing(run.events(deadline)) as events:
                         async for event in events:
                             if isinstance(event, Token):
+                                if event.index == len(run.request.output_ids):
+                                    self.predictor.answered(run.request, run.worker_ids)
                                 story.sent(event)
                                 stages.token()
                                 yield event
@@ -172,9 +178,9 @@ class Flow:
         self._fleet.check_open()
         if self._num_running >= self._config.coordinator.max_running:
             return None
-        block_size = self._config.engine.block_size
-        placement = place(
-            Demand.of(request.num_known_tokens, request.max_total_tokens, block_size),
+        placement = self.predictor.place(
+            request,
+            time.monotonic() - story.arrived_s,
             self._fleet.views("prefill"),
             self._fleet.views("decode"),
             story.avoid,
@@ -191,6 +197,7 @@ class Flow:
         except BaseException:
             run.close()
             raise
+        self.predictor.granted(request, placement.decode_id, run.num_cached_tokens)
         return run
 
     def _make_run(self, request: GenerateRequest, placement: Placement) -> Run:

@@ -95,6 +95,12 @@ class WorkerLink:
         self._num_tokens[request_id] = num_tokens
         self._total_tokens += num_tokens
 
+    def was_read(self, request_id: str) -> None:
+        """Its prompt is no load any more; the request itself still is."""
+        if request_id in self._num_tokens:
+            self._total_tokens -= self._num_tokens[request_id]
+            self._num_tokens[request_id] = 0
+
     def close(self, request_id: str, cancel: bool) -> None:
         """Forget the request; with `cancel`, the worker forgets it too."""
         if self._sinks.pop(request_id, None) is None:

@@ -139,6 +139,8 @@ class Run:
                 end = event
             elif event is not None and event.index >= expected:
                 early[event.index] = event
+                if expected == start:
+                    (self.prefill or self.decode).was_read(self.request.request_id)
                 while (token := early.pop(expected, None)) is not None:
                     expected += 1
                     patience_s = limits.stall_timeout_s

@@ -16,9 +16,16 @@ from contracts.request import Finished, GenerateRequest, Token
 
 
 class Story:
-    """One request over all its attempts. `avoid`: workers that failed it."""
+    """One request over all its attempts. `arrived_s` on its owner's clock; `avoid`: workers that failed it."""
 
-    def __init__(self, request: GenerateRequest, eos_ids: frozenset[int], max_continuations: int) -> None:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        eos_ids: frozenset[int],
+        max_continuations: int,
+        arrived_s: float = 0.0,
+    ) -> None:
+        self.arrived_s = arrived_s
         self._request = request
         self._eos_ids = eos_ids
         self._max_continuations = max_continuations

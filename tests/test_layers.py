@@ -29,7 +29,8 @@ ALLOWED = {
     "prefill": {"contracts", "engine", "kvtransfer", "worker", "torch", "numpy"},
     "decode": {"contracts", "engine", "kvtransfer", "worker", "torch", "numpy"},
     "coordinator": {
-        "contracts", "engine.text", "engine.embedded", "fastapi", "starlette", "pydantic", "prometheus_client",
+        "contracts", "policy", "engine.text", "engine.embedded",
+        "fastapi", "starlette", "pydantic", "prometheus_client",
     },
     # A room of its own on top: it speaks HTTP to servers, and nothing imports it.
     "benchmarks": {

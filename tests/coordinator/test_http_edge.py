@@ -171,6 +171,26 @@ async def test_the_audit_has_the_documented_form() -> None:
         ]
 
 
+async def test_decisions_are_told_with_the_numbers_of_every_option() -> None:
+    async with service() as s:
+        [decision] = (await s.client.get("/debug/decisions")).json()["decisions"]
+        assert decision.pop("age_s") > 0
+        [option] = decision.pop("options")
+        assert decision == {
+            "request_id": "r.1",
+            "prompt_tokens": 7,
+            "left_ms": 500.0,
+            "rule": "predicted",
+            "verdict": "placed",
+            "route": "remote",
+            "prefill_id": "prefill-0",
+            "decode_id": "decode-0",
+        }
+        assert (option["ttft_ms"], option["gap_ms"], option["price_ms"]) == (250.0, 20.0, None)
+    async with service(sees_clients=False) as s:
+        assert (await s.client.get("/debug/decisions")).status_code == 403
+
+
 @pytest.mark.parametrize(
     ("peer", "forwarded", "key", "status"),
     [
