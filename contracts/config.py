@@ -69,7 +69,7 @@ class EngineConfig(_Section):
     chunk_with_decodes: int = Field(
         64,
         ge=1,
-        description="Prompt tokens computed in one step beside running decodes (local prefill, recompute); never more than max_chunk_tokens.",
+        description="Prompt tokens computed in one step beside running decodes (local prefill, recompute); never more than max_chunk_tokens. With slo.itl_ms: only until the worker knows what fits.",
     )
     max_prefill_step_s: float = Field(
         0.6,

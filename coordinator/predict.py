@@ -163,7 +163,7 @@ class Predictor:
     def _rules(self, writer: WorkerView) -> PlaceRules:
         return PlaceRules(
             prefill_chunk=self._engine.max_chunk_tokens,
-            local_chunk=min(self._engine.chunk_with_decodes, self._engine.max_chunk_tokens),
+            local_chunk=self._engine.max_chunk_tokens,
             least_chunk=1,  # whatever fits is what the decode worker will really do
             bytes_per_token=writer.bytes_per_token,
         )

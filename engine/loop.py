@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -60,10 +60,17 @@ Emit = Callable[[list[Event]], None]
 
 @dataclass(slots=True)
 class Budget:
-    """What is left of a step, as the phases share it out in their order. `num_decodes`: tokens that decode took."""
+    """What is left of a step, as the phases share it out in their order. `decodes`: what decode took of it.
+    `chunk_limit`: how much prompt fits beside them, where somebody knows.
+    """
 
     num_tokens: int
-    num_decodes: int = 0
+    decodes: list[Work] = field(default_factory=list)
+    chunk_limit: ChunkLimit | None = None
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.decodes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,6 +92,9 @@ class Result:
 
 Watch = Callable[[list[Work], float], None]
 """(what a step computed, its seconds), after the phases took it. On the engine thread."""
+
+ChunkLimit = Callable[[list[Work], int, int], int | None]
+"""(decodes of the step, tokens before the chunk, cap) -> prompt tokens that fit beside them; None: nobody knows."""
 
 
 class Phase(Protocol):
@@ -142,8 +152,10 @@ class StepLoop:
         max_step_tokens: int = 1 << 16,
         clock: Callable[[], float] = time.monotonic,
         watch: Watch | None = None,
+        chunk_limit: ChunkLimit | None = None,
     ) -> None:
         self._watch = watch
+        self._chunk_limit = chunk_limit
         self._runner = runner
         self._sampler = sampler
         self._phases = tuple(phases)
@@ -215,7 +227,7 @@ class StepLoop:
         """Run the commands that wait, then one step. False if there was nothing to compute."""
         self._last_beat_s = self._clock()
         self._run_commands()
-        budget = Budget(self._max_step_tokens)
+        budget = Budget(self._max_step_tokens, chunk_limit=self._chunk_limit)
         proposals = [(phase, phase.propose(budget)) for phase in self._phases]
         works = [work for _, proposed in proposals for work in proposed]
         if not works:

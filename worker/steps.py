@@ -47,6 +47,23 @@ class StepMeter:
                 self._model.observe(sample.work, sample.step_s)
             self._first.clear()
 
+    def largest_chunk(
+        self, decodes: SequenceOf[LoopWork], past: int, budget_s: float, cap: int
+    ) -> int | None:
+        """Prompt tokens, after `past` others, that fit into `budget_s` beside `decodes`; None: not known yet."""
+        if self._model is None or not (self._is_decode_known and self._is_mixed_known):
+            return None
+        context = sum(work.seq.num_computed for work in decodes)
+        return self._model.largest_chunk(Work(0, 0, len(decodes), context), past, budget_s, cap)
+
+    @property
+    def _is_decode_known(self) -> bool:
+        return self._num_decode_steps >= KNOWN_STEPS
+
+    @property
+    def _is_mixed_known(self) -> bool:
+        return self._num_mixed_steps >= KNOWN_STEPS
+
     def report(self) -> StepReport | None:
         """The model in numbers; None while nothing is known."""
         model = self._model
@@ -58,8 +75,8 @@ class StepMeter:
             (mixed.base_s, mixed.token_s, mixed.attended_s, mixed.decode_s, mixed.context_s),
             model.margin,
             model.error,
-            self._num_decode_steps >= KNOWN_STEPS,
-            self._num_mixed_steps >= KNOWN_STEPS,
+            self._is_decode_known,
+            self._is_mixed_known,
         )
 
 

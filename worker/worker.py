@@ -47,6 +47,7 @@ from engine.sampler import Sampler
 from engine.sequence import EndRules
 from engine.weights import LoadedModel, load_model, resolve_dtype
 from kvtransfer.endpoint import KvEndpoint
+from worker.chunks import ChunkSizer
 from worker.desk import Desk
 from worker.phases import PhaseFactory, Phases
 from worker.steps import StepMeter
@@ -85,8 +86,10 @@ class Worker:
         self._info: WorkerInfo | None = None
         self._soon: asyncio.TimerHandle | None = None
         pool = config.prefill if role == "prefill" else config.decode
-        self._steps = StepMeter()
         self._clock = AwakeClock()
+        self._steps = StepMeter()
+        itl_ms = config.slo.itl_ms
+        self._sizer = None if itl_ms is None else ChunkSizer(self._steps, itl_ms / 1000.0, self._clock)
         self._watchdog = Watchdog(self._clock, self._trouble, pool.health_check_timeout_s, on_stuck)
 
     @property
@@ -210,7 +213,8 @@ class Worker:
             (self._phases.decode, self._phases.prefill),
             self._emit,
             clock=self._clock,
-            watch=self._steps.stepped,
+            watch=(self._sizer or self._steps).stepped,
+            chunk_limit=self._sizer.fitting if self._sizer else None,
         )
         return model
 
