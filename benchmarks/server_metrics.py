@@ -81,7 +81,7 @@ def changes(before: Snapshot | None, after: Snapshot | None) -> dict[str, float 
         "kv_transfer_ms_mean": 1000.0 * grown(f"{_EXPOSED}_sum") / count if count else None,
         "kv_transfer_ms_p50": _quantile_ms(bounds, 0.5),
         "kv_transfer_ms_p99": _quantile_ms(bounds, 0.99),
-        "retries": int(grown("baton_retries_total")),
+        "retries": int(grown("baton_continuations_total")),
         "preemptions": int(grown("baton_worker_preemptions_total")),
     }
 

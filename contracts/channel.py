@@ -30,6 +30,7 @@ HANDSHAKE_TIMEOUT_S = 3.0
 MAX_FRAME_BYTES = 64 << 20
 MAX_UNPROVED_FRAME_BYTES = 64 << 10
 MAX_OUTBOX_BYTES = 64 << 20
+UNACKNOWLEDGED_MS = 30_000
 
 _LENGTH = struct.Struct(">I")
 
@@ -208,3 +209,6 @@ def raise_if_refused(message: Message) -> Message:
 def _tune(writer: asyncio.StreamWriter) -> None:
     sock: socket.socket = writer.get_extra_info("socket")
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A worker speaks once a second. If the network swallows that, its coordinator is gone, and so are those requests;
+    # the kernel's own patience is a quarter of an hour.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)

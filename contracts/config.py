@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from contracts.config_slo import SloConfig
 from contracts.errors import ConfigError
 
 _WILDCARD_HOSTS = ("0.0.0.0", "::", "*")
@@ -68,7 +69,7 @@ class EngineConfig(_Section):
     chunk_with_decodes: int = Field(
         64,
         ge=1,
-        description="Prompt tokens computed in one step beside running decodes (local prefill, recompute); never more than max_chunk_tokens.",
+        description="Prompt tokens computed in one step beside running decodes (local prefill, recompute); never more than max_chunk_tokens. With slo.itl_ms: only until the worker knows what fits.",
     )
     max_prefill_step_s: float = Field(
         0.6,
@@ -148,8 +149,15 @@ class CoordinatorConfig(_Section):
     reserve_timeout_s: float = Field(
         5.0, gt=0, description="Longest wait for decode to grant or refuse blocks."
     )
-    max_attempts: int = Field(
-        3, ge=1, description="Placements tried for one request before its error is shown."
+    max_continuations: int = Field(
+        3,
+        ge=0,
+        description="How often one request goes on elsewhere after a failure, before its error is shown. A worker that leaves in order does not count.",
+    )
+    continue_timeout_s: float = Field(
+        120.0,
+        gt=0,
+        description="Longest wait of a request that lost its worker for a place on another one (or on the replacement).",
     )
     slow_reader_timeout_s: float = Field(
         60.0,
@@ -240,6 +248,7 @@ class BatonConfig(_Section):
         default_factory=CoordinatorConfig, description="Admission, placement, deadlines."
     )
     transfer: TransferConfig = Field(default_factory=TransferConfig, description="KV handoff.")
+    slo: SloConfig = Field(default_factory=SloConfig, description="The two promises to users.")
     server: ServerConfig = Field(default_factory=ServerConfig, description="The HTTP edge.")
 
     @property

@@ -15,6 +15,8 @@
     │   └── ProtocolError       a peer sent what the protocol does not allow
     └── TryAgain                transient: the same request may succeed elsewhere/later   503
         ├── OverloadedError     no capacity, queue full, draining
+        ├── DrainingError       the worker leaves in order and finishes nothing more
+        ├── OutOfMemory         the device had no memory for a step
         ├── WorkerLostError     a worker or its connection died
         ├── HandoffError        KV could not be passed on; nothing wrong was computed
         ├── LeaseExpiredError   a reservation outlived its lease
@@ -120,6 +122,16 @@ class OverloadedError(TryAgain):
     code = "overloaded"
 
 
+class DrainingError(TryAgain):
+    code = "draining"
+
+
+class OutOfMemory(TryAgain):
+    """`MemoryError` and torch's own, as an end of the requests that were in the step."""
+
+    code = "out_of_memory"
+
+
 class WorkerLostError(TryAgain):
     code = "worker_lost"
 
@@ -157,6 +169,8 @@ _BY_CODE: dict[str, type[BatonError]] = {
         EngineError,
         ProtocolError,
         OverloadedError,
+        DrainingError,
+        OutOfMemory,
         WorkerLostError,
         HandoffError,
         LeaseExpiredError,

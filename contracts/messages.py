@@ -17,6 +17,7 @@ from typing import Literal
 from contracts.blocks import BlockAudit, KvLayout
 from contracts.errors import WireError
 from contracts.request import Finished, GenerateRequest, Token
+from contracts.steps import StepReport
 from contracts.ticket import Ticket
 
 PROTOCOL_VERSION = 2
@@ -203,6 +204,7 @@ class Status:
     audit: BlockAudit
     peers: tuple[PeerStatus, ...] = ()
     counters: dict[str, float] = field(default_factory=dict)
+    steps: StepReport | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Every metric of Baton, in one table: name, kind, labels, buckets, and the one process kind that writes it.
 
 Names are `baton_<what>_<unit>`, counters end in `_total`. Label values come from closed sets: `outcome`,
-`code`, `endpoint`, `role`, `state`, `route`; worker ids are bounded by the pools. Workers have no HTTP port of their
-own: they send their counters in `Status.counters` (by the name in this table), and the coordinator shows
-them.
+`code`, `endpoint`, `role`, `state`, `route`, `reason` (an error's code); worker ids are bounded by the pools. Workers
+have no HTTP port of their own: they send their counters in `Status.counters` (by the name in this table), and the
+coordinator shows them.
 """
 
 from __future__ import annotations
@@ -76,10 +76,21 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "baton_handoff_exposed_seconds", "histogram", "Transfer not hidden behind compute.", (), SECONDS
     ),
-    MetricSpec("baton_retries_total", "counter", "Placements tried again, by the error's code.", ("code",)),
+    MetricSpec(
+        "baton_continuations_total",
+        "counter",
+        "Requests that went on elsewhere, by the code of the error that ended their attempt.",
+        ("reason",),
+    ),
     MetricSpec("baton_worker_ready", "gauge", "1 if the worker is ready.", _WORKER),
     MetricSpec(
         "baton_worker_step_age_seconds", "gauge", "Since the last sign of life of the engine.", _WORKER
+    ),
+    MetricSpec(
+        "baton_worker_step_error_ratio",
+        "gauge",
+        "Mean relative error of the worker's predictions of its last steps.",
+        _WORKER,
     ),
     MetricSpec("baton_worker_requests", "gauge", "Requests on the worker.", (*_WORKER, "state")),
     MetricSpec("baton_worker_blocks", "gauge", "KV blocks by state.", (*_WORKER, "state")),

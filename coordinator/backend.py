@@ -16,6 +16,7 @@ from typing import Protocol
 from contracts.blocks import BlockAudit
 from contracts.messages import BlockOwner, Role, Status
 from contracts.request import Finished, GenerateRequest, Token
+from coordinator.predict import Record
 
 
 class TokenStream(Protocol):
@@ -92,3 +93,6 @@ class Backend(Protocol):
     def capacity(self) -> Capacity: ...
 
     async def audit(self) -> list[WorkerAudit]: ...
+
+    def decisions(self) -> list[Record]:
+        """The last placements, newest first."""

@@ -13,6 +13,7 @@ from coordinator.backend import Capacity, PoolReadiness, Readiness, TokenStream,
 from coordinator.fleet import Fleet
 from coordinator.flow import Flow
 from coordinator.links import WorkerLink
+from coordinator.predict import Record
 
 AUDIT_TIMEOUT_S = 5.0
 
@@ -47,6 +48,10 @@ class ClusterBackend:
         """Every live worker's audit; one that does not answer in time is left out."""
         audits = await asyncio.gather(*(self._audit(link) for link in self._fleet.links()))
         return [audit for audit in audits if audit is not None]
+
+    def decisions(self) -> list[Record]:
+        """The last placements, newest first."""
+        return list(reversed(self._flow.predictor.records))
 
     async def _audit(self, link: WorkerLink) -> WorkerAudit | None:
         with suppress(WorkerLostError):

@@ -1,4 +1,4 @@
-"""`/debug/kv`: the block audit of every worker, for operators.
+"""`/debug/kv`, the block audit of every worker, and `/debug/decisions`, the last placements, for operators.
 
 Answers on loopback, or to the admin key. Behind a proxy on the same host (Serve's own, for one) the TCP peer
 is always loopback, whoever asked; there the LAST address of X-Forwarded-For counts, because that one was
@@ -8,6 +8,7 @@ written by the proxy that speaks to us, while the ones before it are whatever th
 from __future__ import annotations
 
 import hmac
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +17,7 @@ from starlette.requests import Request
 from contracts.errors import AuthenticationError, PermissionDenied
 from coordinator.addresses import is_loopback
 from coordinator.backend import WorkerAudit
+from coordinator.predict import Record
 
 
 def check_debug_access(request: Request, admin_key: str | None, sees_clients: bool = True) -> None:
@@ -36,6 +38,42 @@ def check_debug_access(request: Request, admin_key: str | None, sees_clients: bo
 def audit_json(workers: list[WorkerAudit]) -> dict[str, Any]:
     """The documented form: one flat object per worker, then who owns the blocks."""
     return {"workers": [_worker(worker) for worker in workers]}
+
+
+def decisions_json(records: list[Record], now_s: float) -> dict[str, Any]:
+    """One object per placement, newest first; predicted numbers of every option in ms, null for what never ends."""
+    return {"decisions": [_decision(record, now_s) for record in records]}
+
+
+def _decision(record: Record, now_s: float) -> dict[str, Any]:
+    placement = record.placement
+    return {
+        "request_id": record.request_id,
+        "age_s": round(now_s - record.at_s, 3),
+        "prompt_tokens": record.prompt_tokens,
+        "left_ms": None if record.left_s is None else _ms(record.left_s),
+        "rule": record.rule,
+        "verdict": record.verdict,
+        "route": None if placement is None else ("remote" if placement.prefill_id else "local"),
+        "prefill_id": placement.prefill_id if placement else None,
+        "decode_id": placement.decode_id if placement else None,
+        "options": [
+            {
+                "kind": option.kind,
+                "prefill_id": option.prefill_id,
+                "decode_id": option.decode_id,
+                "ttft_ms": _ms(option.ttft_s),
+                "gap_ms": _ms(option.gap_s),
+                "price_ms": _ms(option.price_s),
+                "drawback": option.drawback,
+            }
+            for option in record.options
+        ],
+    }
+
+
+def _ms(seconds: float) -> float | None:
+    return round(1000.0 * seconds, 3) if math.isfinite(seconds) else None
 
 
 def _worker(worker: WorkerAudit) -> dict[str, Any]:

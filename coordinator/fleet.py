@@ -1,7 +1,10 @@
 """All workers of both pools: their links, their peers' list, and one event for "something changed".
 
-Serve says who exists (handles.py), links say who lives. A worker that Serve no longer lists keeps its link while
-requests run on it (it drains), and gets nothing new.
+Serve says who exists (handles.py), links say who lives. A worker that Serve no longer lists gets nothing new and keeps
+its link while requests run on it:
+
+    listed ──► leaving: requests may finish ──MOVE_SHARE of drain_timeout_s──► they go on elsewhere ──► dropped
+                                                 (or stay, as long as no other decode worker is ready)
 """
 
 from __future__ import annotations
@@ -12,11 +15,15 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from contracts.config import BatonConfig
-from contracts.errors import OverloadedError, WorkerLostError
+from contracts.errors import DrainingError, OverloadedError, WorkerLostError
 from contracts.messages import Hello, Peers, Role, WorkerInfo
 from coordinator.drain import shutting_down
 from coordinator.links import WorkerLink
 from coordinator.placement import WorkerView
+
+MOVE_SHARE = 0.5
+"""Part of its grace in which a leaving worker keeps its requests. Most end in it; the others have as long again to be
+placed and read elsewhere before Serve ends the process."""
 
 
 class Fleet:
@@ -34,6 +41,8 @@ class Fleet:
         self._peers = Peers(())
         self._told: dict[str, Peers] = {}
         self._max_total_tokens: int | None = None
+        self._leaving: dict[str, asyncio.TimerHandle] = {}
+        self._overdue: set[str] = set()  # leaving workers whose requests have to move
         self._is_closed = False
 
     def sync(self, role: Role, workers: Iterable[WorkerInfo]) -> None:
@@ -54,7 +63,8 @@ class Fleet:
                 self._links[worker_id] = link
                 self._tasks[worker_id] = asyncio.create_task(link.run(), name=f"link-{worker_id}")
         for link in list(self._links.values()):
-            self._drop_if_departed(link)
+            if not self._drop_if_departed(link):
+                self._note_leaving(link)
         self._renew_peers()
         self._wake()
 
@@ -99,6 +109,8 @@ class Fleet:
     async def close(self) -> None:
         """Leave all workers, which forget what they do for us. Requests still open here end with an error."""
         self._is_closed = True
+        for timer in self._leaving.values():
+            timer.cancel()
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -120,6 +132,9 @@ class Fleet:
             num_blocks=link.info.num_blocks,
             max_num_seqs=link.info.max_num_seqs,
             peers=frozenset(peer.worker_id for peer in status.peers if peer.is_ready),
+            speeds=tuple((peer.worker_id, 1e9 * peer.gigabytes_per_s) for peer in status.peers),
+            bytes_per_token=link.info.layout.bytes_per_token,
+            steps=status.steps,
         )
 
     def _link_changed(self, link: WorkerLink) -> None:
@@ -128,7 +143,36 @@ class Fleet:
             self._renew_peers()
         else:
             self._tell_peers(link)
+        if self._overdue:
+            self._move_requests()
         self._wake()
+
+    def _note_leaving(self, link: WorkerLink) -> None:
+        worker_id, role = link.info.worker_id, link.info.role
+        if worker_id in self._listed[role]:
+            self._stays(worker_id)
+        elif worker_id not in self._leaving:
+            pool = self._config.prefill if role == "prefill" else self._config.decode
+            loop = asyncio.get_running_loop()
+            grace_s = MOVE_SHARE * pool.drain_timeout_s
+            self._leaving[worker_id] = loop.call_later(grace_s, self._end_grace, worker_id)
+
+    def _stays(self, worker_id: str) -> None:
+        """Listed again, or gone."""
+        self._overdue.discard(worker_id)
+        timer = self._leaving.pop(worker_id, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _end_grace(self, worker_id: str) -> None:
+        self._overdue.add(worker_id)
+        self._move_requests()
+
+    def _move_requests(self) -> None:
+        """Off all workers whose time is over, once there is another one to write their answers."""
+        if any(self._is_open(link, "decode") for link in self._links.values()):
+            for worker_id in self._overdue:
+                self._links[worker_id].give_up(DrainingError(f"{worker_id} leaves"))
 
     def _wake(self) -> None:
         for future in self._waiters:
@@ -141,6 +185,7 @@ class Fleet:
         if is_listed or worker_id not in self._links or (link.num_requests and link.is_alive):
             return False
         del self._links[worker_id]
+        self._stays(worker_id)
         self._told.pop(worker_id, None)
         self._tasks.pop(worker_id).cancel()
         return True

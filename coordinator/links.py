@@ -95,6 +95,12 @@ class WorkerLink:
         self._num_tokens[request_id] = num_tokens
         self._total_tokens += num_tokens
 
+    def was_read(self, request_id: str) -> None:
+        """Its prompt is no load any more; the request itself still is."""
+        if request_id in self._num_tokens:
+            self._total_tokens -= self._num_tokens[request_id]
+            self._num_tokens[request_id] = 0
+
     def close(self, request_id: str, cancel: bool) -> None:
         """Forget the request; with `cancel`, the worker forgets it too."""
         if self._sinks.pop(request_id, None) is None:
@@ -106,6 +112,11 @@ class WorkerLink:
             except WorkerLostError:
                 logger.debug("%s was lost before the cancel of %s", self.info.worker_id, request_id)
         self._on_change(self)
+
+    def give_up(self, error: BatonError) -> None:
+        """Tell every request here to go elsewhere. Its flow then closes it, which cancels it on the worker."""
+        for sink in list(self._sinks.values()):
+            sink(error)
 
     async def audit(self, timeout_s: float) -> AuditReply:
         """The worker's block audit now. Raises WorkerLostError if it does not answer in time."""
@@ -190,8 +201,7 @@ class WorkerLink:
     def _lose(self, error: WorkerLostError) -> None:
         self._channel = None
         self.status = None
-        for sink in list(self._sinks.values()):
-            sink(error)
+        self.give_up(error)
         for future in self._audits.values():
             if not future.done():
                 future.set_exception(error)

@@ -89,8 +89,8 @@ class Metrics:
         self._counters["baton_handoff_bytes_total"].inc(num_bytes)
         self._histograms["baton_handoff_exposed_seconds"].observe(exposed_s)
 
-    def retried(self, code: str) -> None:
-        self._counters["baton_retries_total"].labels(code).inc()
+    def continued(self, reason: str) -> None:
+        self._counters["baton_continuations_total"].labels(reason).inc()
 
 
 class _WorkerCollector(Collector):
@@ -115,6 +115,8 @@ def _samples(worker: WorkerStatus) -> Iterator[tuple[str, tuple[str, ...], float
     who = (status.worker_id, worker.role)
     yield "baton_worker_ready", who, float(status.is_ready)
     yield "baton_worker_step_age_seconds", who, status.step_age_s
+    if status.steps is not None:
+        yield "baton_worker_step_error_ratio", who, status.steps.error
     yield "baton_worker_requests", (*who, "running"), status.num_running
     yield "baton_worker_requests", (*who, "waiting"), status.num_waiting
     for state in BLOCK_STATES:

@@ -1,9 +1,9 @@
 """Where a request goes. Pure: views in, a decision out; no clock, no I/O.
 
-Today's rule, to be deepened by predicted times: decode is the least busy worker that has room for the known tokens now
-and could hold the whole request; prefill is the one with the fewest prompt tokens ahead that holds a tested connection
-to it; without such a pair, decode reads the prompt itself. Load is counted at dispatch and ties break at random, so a
-burst spreads.
+The rule of load, for whenever predict.py has nothing better to say: decode is the least busy worker that has room for
+the known tokens now and could hold the whole request; prefill is the one with the fewest prompt tokens ahead that holds
+a tested connection to it; without such a pair, decode reads the prompt itself. Load is counted at dispatch and ties
+break at random, so a burst spreads.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from typing import Self
 
 from contracts.blocks import num_blocks_for
+from contracts.steps import StepReport
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One ready worker. `num_tokens`: prompt tokens dispatched and not finished; `peers`: tested kv connections."""
+    """One ready worker. `num_tokens`: prompt tokens dispatched and not finished; `peers`: tested kv connections;
+    `speeds`: (peer, bytes per second) of their self-tests; `steps`: what its steps cost, None while it does not know.
+    """
 
     worker_id: str
     num_requests: int
@@ -27,6 +30,9 @@ class WorkerView:
     num_blocks: int
     max_num_seqs: int
     peers: frozenset[str] = frozenset()
+    speeds: tuple[tuple[str, float], ...] = ()
+    bytes_per_token: int = 0
+    steps: StepReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +68,7 @@ def place(
     Workers in `avoid` (they failed this request) are taken only if there is nobody else.
     """
     draw = (rng or random).random
-    room = [
-        d
-        for d in decodes
-        if d.num_requests < d.max_num_seqs
-        and d.num_available_blocks >= demand.num_blocks
-        and d.num_blocks >= demand.max_blocks
-    ]
+    room = [d for d in decodes if has_room(d, demand)]
     if not room:
         return None
     decode = min(room, key=lambda d: (d.worker_id in avoid, d.num_requests / d.max_num_seqs, draw()))
@@ -77,3 +77,12 @@ def place(
         return Placement(decode.worker_id, None)
     prefill = min(paired, key=lambda p: (p.worker_id in avoid, p.num_tokens, draw()))
     return Placement(decode.worker_id, prefill.worker_id)
+
+
+def has_room(decode: WorkerView, demand: Demand) -> bool:
+    """For the known tokens now, and for the whole request if nobody else were there."""
+    return (
+        decode.num_requests < decode.max_num_seqs
+        and decode.num_available_blocks >= demand.num_blocks
+        and decode.num_blocks >= demand.max_blocks
+    )

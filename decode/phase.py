@@ -143,7 +143,7 @@ class DecodePhase:
                 is_sitting_out = True
                 break
         self._is_sitting_out = is_sitting_out
-        budget.num_decodes = len(works)
+        budget.decodes = works
         budget.num_tokens -= len(works)
         return works
 

@@ -3,7 +3,8 @@
     step   commands ──► each phase proposes (decode first) ──► ONE execute ──► ONE sample ──► phases take ──► emit
 
     idle      no phase proposed anything: wait for a command, with a sign of life every HEARTBEAT_S
-    failed    execute or sample raised: the requests of this step end with EngineError, the loop goes on
+    failed    execute or sample raised: the requests of this step end with EngineError, or OutOfMemory if that was all
+              that was wrong; the loop goes on
     broken    a phase or a command raised: the books can no longer be trusted. The thread ends, `failure` says why,
               `step_age_s` grows without bound, and whoever watches it replaces the worker
 
@@ -20,12 +21,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from contracts.errors import BatonError, DeadlineError, EngineError
+from contracts.errors import BatonError, DeadlineError, EngineError, OutOfMemory
 from contracts.request import Finished, Token
 from engine.runner import StepItem
 from engine.sampler import SamplingRow
@@ -59,10 +60,17 @@ Emit = Callable[[list[Event]], None]
 
 @dataclass(slots=True)
 class Budget:
-    """What is left of a step, as the phases share it out in their order. `num_decodes`: tokens that decode took."""
+    """What is left of a step, as the phases share it out in their order. `decodes`: what decode took of it.
+    `chunk_limit`: how much prompt fits beside them, where somebody knows.
+    """
 
     num_tokens: int
-    num_decodes: int = 0
+    decodes: list[Work] = field(default_factory=list)
+    chunk_limit: ChunkLimit | None = None
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.decodes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +88,13 @@ class Result:
 
     work: Work
     token: Token | None
+
+
+Watch = Callable[[list[Work], float], None]
+"""(what a step computed, its seconds), after the phases took it. On the engine thread."""
+
+ChunkLimit = Callable[[list[Work], int, int], int | None]
+"""(decodes of the step, tokens before the chunk, cap) -> prompt tokens that fit beside them; None: nobody knows."""
 
 
 class Phase(Protocol):
@@ -136,7 +151,11 @@ class StepLoop:
         emit: Emit,
         max_step_tokens: int = 1 << 16,
         clock: Callable[[], float] = time.monotonic,
+        watch: Watch | None = None,
+        chunk_limit: ChunkLimit | None = None,
     ) -> None:
+        self._watch = watch
+        self._chunk_limit = chunk_limit
         self._runner = runner
         self._sampler = sampler
         self._phases = tuple(phases)
@@ -208,22 +227,20 @@ class StepLoop:
         """Run the commands that wait, then one step. False if there was nothing to compute."""
         self._last_beat_s = self._clock()
         self._run_commands()
-        budget = Budget(self._max_step_tokens)
+        budget = Budget(self._max_step_tokens, chunk_limit=self._chunk_limit)
         proposals = [(phase, phase.propose(budget)) for phase in self._phases]
         works = [work for _, proposed in proposals for work in proposed]
         if not works:
             return False
         events: list[Event] = []
+        has_failed = False
         try:
             tokens = iter(self._compute(works))
         except Exception as exc:  # the edge of a step: whatever the device did wrong ends the step's requests
             logger.exception("step of %d sequences failed", len(works))
             self._num_failed_steps += 1
-            error = (
-                exc
-                if isinstance(exc, BatonError)
-                else EngineError(f"step failed: {type(exc).__name__}: {exc}")
-            )
+            has_failed = True
+            error = _as_error(exc)
             for phase, proposed in proposals:
                 events += phase.fail(proposed, error) if proposed else []
         else:
@@ -234,8 +251,10 @@ class StepLoop:
                     events += phase.take(results)
         now_s = self._clock()
         self._num_steps += 1
-        self._step_s += now_s - self._last_beat_s
-        self._last_beat_s = now_s
+        step_s, self._last_beat_s = now_s - self._last_beat_s, now_s
+        self._step_s += step_s
+        if self._watch is not None and not has_failed:
+            self._watch(works, step_s)
         if events:
             self._emit(events)
         return True
@@ -284,3 +303,14 @@ class StepLoop:
             return
         if command is not None:
             command()
+
+
+def _as_error(exc: Exception) -> BatonError:
+    """What the requests of a failed step are told."""
+    if isinstance(exc, BatonError):
+        return exc
+    reason = f"{type(exc).__name__}: {exc}"
+    # torch has no type of its own for the host's memory.
+    if isinstance(exc, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in reason:
+        return OutOfMemory(f"no memory for a step: {reason}")
+    return EngineError(f"step failed: {reason}")

@@ -139,10 +139,7 @@ class PrefillPhase:
 
     def propose(self, budget: Budget) -> list[Work]:
         """Chunks in order of arrival until the step's share is used up; fewer beside running decodes."""
-        share = min(self._config.max_chunk_tokens, self._pace.num_tokens)
-        if budget.num_decodes:
-            share = min(share, self._config.chunk_with_decodes)
-        left = share = min(share, budget.num_tokens)
+        left = share = min(self._share(budget), budget.num_tokens)
         works: list[Work] = []
         for job in self.running.values():
             if left == 0:
@@ -179,6 +176,18 @@ class PrefillPhase:
         return events
 
     # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _share(self, budget: Budget) -> int:
+        """Prompt tokens of this step. Beside decodes: what fits before their next tokens are due, if that is known."""
+        share = min(self._config.max_chunk_tokens, self._pace.num_tokens)
+        if not budget.num_decodes or not (self.running or self.waiting):
+            return share
+        if budget.chunk_limit is not None:
+            first = next(iter(self.running.values()), None)
+            fits = budget.chunk_limit(budget.decodes, first.seq.num_computed if first else 0, share)
+            if fits is not None:
+                return fits
+        return min(share, self._config.chunk_with_decodes)
 
     def _propose(self, job: _Job, left: int, works: list[Work]) -> int:
         num_tokens = min(job.seq.num_uncomputed, left)

@@ -24,11 +24,13 @@ ALLOWED = {
     "policy": {"contracts", "numpy"},  # decisions only: no I/O, no clock of its own
     "engine": {"contracts", "torch", "numpy", "tokenizers", "jinja2", "gguf", "safetensors"},
     "kvtransfer": {"contracts", "torch"},
-    "worker": {"contracts", "engine", "kvtransfer", "torch", "numpy"},
+    # policy: what its steps cost is learnt where the steps are
+    "worker": {"contracts", "policy", "engine", "kvtransfer", "torch", "numpy"},
     "prefill": {"contracts", "engine", "kvtransfer", "worker", "torch", "numpy"},
     "decode": {"contracts", "engine", "kvtransfer", "worker", "torch", "numpy"},
     "coordinator": {
-        "contracts", "engine.text", "engine.embedded", "fastapi", "starlette", "pydantic", "prometheus_client",
+        "contracts", "policy", "engine.text", "engine.embedded",
+        "fastapi", "starlette", "pydantic", "prometheus_client",
     },
     # A room of its own on top: it speaks HTTP to servers, and nothing imports it.
     "benchmarks": {

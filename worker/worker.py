@@ -24,7 +24,7 @@ import torch
 
 from contracts.channel import Channel, ChannelServer
 from contracts.config import BatonConfig, EngineConfig
-from contracts.errors import ConfigError, EngineError, OverloadedError, ProtocolError, WorkerLostError
+from contracts.errors import ConfigError, DrainingError, EngineError, ProtocolError, WorkerLostError
 from contracts.messages import (
     AskAudit,
     AuditReply,
@@ -47,8 +47,10 @@ from engine.sampler import Sampler
 from engine.sequence import EndRules
 from engine.weights import LoadedModel, load_model, resolve_dtype
 from kvtransfer.endpoint import KvEndpoint
+from worker.chunks import ChunkSizer
 from worker.desk import Desk
 from worker.phases import PhaseFactory, Phases
+from worker.steps import StepMeter
 from worker.watchdog import AwakeClock, Watchdog
 
 logger = logging.getLogger("baton.worker")
@@ -85,6 +87,9 @@ class Worker:
         self._soon: asyncio.TimerHandle | None = None
         pool = config.prefill if role == "prefill" else config.decode
         self._clock = AwakeClock()
+        self._steps = StepMeter()
+        itl_ms = config.slo.itl_ms
+        self._sizer = None if itl_ms is None else ChunkSizer(self._steps, itl_ms / 1000.0, self._clock)
         self._watchdog = Watchdog(self._clock, self._trouble, pool.health_check_timeout_s, on_stuck)
 
     @property
@@ -155,7 +160,7 @@ class Worker:
 
     async def close(self) -> None:
         """End every request with a retryable error, then everything else."""
-        self._desk.end_all(OverloadedError(f"{self._worker_id} is shutting down"))
+        self._desk.end_all(DrainingError(f"{self._worker_id} is shutting down"))
         await asyncio.sleep(0)  # the terminal events leave before the connections do
         for task in self._tasks:
             task.cancel()
@@ -208,6 +213,8 @@ class Worker:
             (self._phases.decode, self._phases.prefill),
             self._emit,
             clock=self._clock,
+            watch=(self._sizer or self._steps).stepped,
+            chunk_limit=self._sizer.fitting if self._sizer else None,
         )
         return model
 
@@ -285,6 +292,7 @@ class Worker:
             audit=self._pool.audit(),
             peers=self._kv.peer_statuses(),
             counters=self._counters(),
+            steps=self._steps.report(),
         )
 
     def _counters(self) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -42,6 +43,28 @@ async def test_messages_arrive_in_order_both_ways() -> None:
             channel.send(Ping(number))
         assert [await channel.receive() for _ in range(100)] == [Pong(n) for n in range(100)]
         await channel.close()
+
+
+async def test_both_sides_give_up_a_network_that_swallows_what_they_send() -> None:
+    """The kernel's word for it: no network can be cut within one test process."""
+    timeouts_ms: list[int] = []
+
+    def note(channel: Channel) -> None:
+        sock = channel._writer.get_extra_info("socket")
+        timeouts_ms.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+
+    async def serve(channel: Channel, _hello: Hello) -> None:
+        note(channel)
+        channel.send(Pong(1))
+        await channel.receive()
+
+    server = ChannelServer(lambda: Hello("server", 9, "commands", b""), SECRET, serve)
+    channel = await connect("127.0.0.1", await server.start("127.0.0.1"), HELLO, SECRET)
+    await channel.receive()
+    note(channel)
+    assert timeouts_ms == [channels.UNACKNOWLEDGED_MS] * 2
+    await channel.close()
+    await server.close()
 
 
 async def test_a_wrong_secret_is_refused_on_both_sides() -> None:

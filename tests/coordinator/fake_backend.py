@@ -5,6 +5,7 @@ holds.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from contracts.blocks import BlockAudit
@@ -12,6 +13,9 @@ from contracts.errors import ContextLengthError, DeadlineError
 from contracts.messages import BlockOwner, PeerStatus, Status
 from contracts.request import Finished, GenerateRequest, Token
 from coordinator.backend import Capacity, PoolReadiness, Readiness, WorkerAudit, WorkerStatus
+from coordinator.placement import Placement
+from coordinator.predict import Record
+from policy.place import Option
 
 Step = int | Token | Finished | BaseException | asyncio.Event
 Script = Callable[[GenerateRequest], Sequence[Step]]
@@ -118,3 +122,8 @@ class FakeBackend:
         audit = BlockAudit(total=8, free=6, cached=1, running=1, reserved=0, in_handoff=0, quarantined=0)
         owners = (BlockOwner("r", "running", 1, 0.5),)
         return [WorkerAudit("prefill-0", "prefill", 42, 3, audit, owners)]
+
+    def decisions(self) -> list[Record]:
+        option = Option("remote", "prefill-0", "decode-0", 0.25, 0.02, math.inf)
+        placement = Placement("decode-0", "prefill-0")
+        return [Record("r.1", 0.0, 7, 0.5, "predicted", "placed", placement, (option,))]

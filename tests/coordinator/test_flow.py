@@ -5,136 +5,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 
 from contracts.channel import Channel
-from contracts.config import BatonConfig, load_config
-from contracts.errors import DeadlineError, EngineError, OverloadedError, WireError, WorkerLostError
-from contracts.messages import Cancel, Ended, Message, Peers, Prefill, Reserve, WorkerInfo
-from contracts.request import Finished, GenerateRequest, SamplingParams, Timings, Token
+from contracts.errors import (
+    DeadlineError,
+    EngineError,
+    OverloadedError,
+    RequestError,
+    WireError,
+    WorkerLostError,
+)
+from contracts.messages import Cancel, Ended, Peers, Prefill, Reserve, WorkerInfo
+from contracts.request import Finished, Token
 from contracts.ticket import is_genuine
-from coordinator.fleet import Fleet
-from coordinator.flow import Flow
 from tests.coordinator.fake_worker import SECRET, FakeWorker, finish, hand_off, next_token, send_tokens
-
-EOS = 2
-
-
-@dataclass
-class Recorder:
-    """Observer and Serve holds in one."""
-
-    retries: list[str] = field(default_factory=list)
-    routes: list[str] = field(default_factory=list)
-    held: set[tuple[str, str]] = field(default_factory=set)
-    on_handed_off: Callable[[], None] = lambda: None
-
-    def queued(self, seconds: float) -> None:
-        assert seconds >= 0
-
-    def placed(self, route: str) -> None:
-        self.routes.append(route)
-
-    def handed_off(self, num_bytes: int, exposed_s: float) -> None:
-        assert num_bytes > 0
-        assert exposed_s > 0
-        self.on_handed_off()
-
-    def retried(self, code: str) -> None:
-        self.retries.append(code)
-
-    def hold(self, _role: str, replica_id: str, request_id: str) -> None:
-        self.held.add((replica_id, request_id))
-
-
-@dataclass
-class Scene:
-    flow: Flow
-    fleet: Fleet
-    recorder: Recorder
-    workers: dict[str, FakeWorker]
-
-    def __getitem__(self, worker_id: str) -> FakeWorker:
-        return self.workers[worker_id]
-
-
-@contextlib.asynccontextmanager
-async def scene(*workers: FakeWorker, **overrides: object) -> AsyncIterator[Scene]:
-    config: BatonConfig = load_config(
-        overrides={f"coordinator.{key}": value for key, value in overrides.items()}
-    )
-    fleet = Fleet(config, SECRET)
-    infos = [await worker.start() for worker in workers]
-    for role in ("prefill", "decode"):
-        fleet.sync(role, [info for info in infos if info.role == role])
-    recorder = Recorder()
-    flow = Flow(config, fleet, SECRET, recorder.hold, recorder, frozenset({EOS}))
-    try:
-        async with asyncio.timeout(5):
-            while len(fleet.views("prefill")) + len(fleet.views("decode")) < len(workers):
-                await fleet.changed(1.0)
-        yield Scene(flow, fleet, recorder, {worker.worker_id: worker for worker in workers})
-        assert flow.num_running == 0
-        assert flow.num_waiting == 0
-        assert all(link.num_requests == 0 for link in fleet.links())
-    finally:
-        await fleet.close()
-        for worker in workers:
-            await worker.kill()
-
-
-def pair(**kwargs: int) -> tuple[FakeWorker, FakeWorker]:
-    return FakeWorker("prefill", "p1", peers=("d1", "d2")), FakeWorker("decode", "d1", **kwargs)
-
-
-def request(max_tokens: int = 4, prompt_len: int = 20) -> GenerateRequest:
-    return GenerateRequest("r", tuple(range(prompt_len)), SamplingParams(max_tokens=max_tokens))
-
-
-async def collect(
-    scene: Scene, req: GenerateRequest, deadline_s: float | None = 5.0
-) -> list[Token | Finished]:
-    async with contextlib.aclosing(scene.flow.generate(req, deadline_s)) as events:
-        return [event async for event in events]
-
-
-def timings_of(events: list[Token | Finished]) -> Timings:
-    """The account of a request that ended well, after checking that no stage is negative."""
-    end = events[-1]
-    assert isinstance(end, Finished)
-    assert end.timings is not None
-    assert min(end.timings.queue_s, end.timings.prefill_s, end.timings.decode_s) >= 0
-    return end.timings
-
-
-def expected(count: int) -> list[Token]:
-    return [Token(i, next_token(i)) for i in range(count)]
-
-
-def is_prefill(message: Message) -> bool:
-    return isinstance(message, Prefill)
-
-
-def is_cancel(message: Message) -> bool:
-    return isinstance(message, Cancel)
-
-
-def run_remote(scene: Scene, first: int = 0, count: int = 4, end: bool = True) -> None:
-    """Prefill sends token `first` and hands off, decode the rest."""
-    prefill, decode = scene["p1"], scene["d1"]
-
-    def script(channel: Channel, command: Prefill) -> None:
-        request_id = command.request.request_id
-        send_tokens(channel, request_id, first)
-        hand_off(channel, request_id)
-        send_tokens(decode.channels[-1], request_id, *range(first + 1, count))
-        if end:
-            finish(decode.channels[-1], request_id)
-
-    prefill.on_prefill = script
+from tests.coordinator.flow_scene import (
+    collect,
+    expected,
+    is_cancel,
+    is_prefill,
+    pair,
+    request,
+    run_remote,
+    scene,
+    timings_of,
+)
 
 
 async def test_a_request_goes_through_prefill_and_decode_to_one_end() -> None:
@@ -171,6 +69,19 @@ async def test_tokens_that_overtake_the_first_one_wait_for_it() -> None:
         s["p1"].on_prefill = script
         events = await collect(s, request())
         assert events == [*expected(4), Finished("length")]
+
+
+async def test_a_token_told_twice_is_passed_on_once() -> None:
+    async with scene(*pair()) as s:
+
+        def script(channel: Channel, command: Prefill) -> None:
+            send_tokens(channel, command.request.request_id, 0)
+            hand_off(channel, command.request.request_id)
+            send_tokens(s["d1"].channels[-1], command.request.request_id, 0, 1, 1, 2, 3)
+            finish(s["d1"].channels[-1], command.request.request_id)
+
+        s["p1"].on_prefill = script
+        assert await collect(s, request()) == [*expected(4), Finished("length")]
 
 
 async def test_without_a_prefill_worker_decode_reads_the_prompt() -> None:
@@ -234,7 +145,7 @@ async def test_after_a_lost_decode_worker_the_stream_goes_on_from_the_tokens_sen
             hand_off(channel, request_id)
             if known == 0:
                 send_tokens(target.channels[-1], request_id, 1)
-                s.recorder.retries.append(target.worker_id)
+                s.recorder.continuations.append(target.worker_id)
                 killers.append(asyncio.get_running_loop().create_task(kill_soon(target)))
             else:
                 send_tokens(target.channels[-1], request_id, *range(known + 1, 6))
@@ -256,7 +167,7 @@ async def test_after_a_lost_decode_worker_the_stream_goes_on_from_the_tokens_sen
         await asyncio.gather(*killers)
         assert events == [*expected(6), Finished("length")]
         assert timings_of(events).num_attempts == 2
-        first, code = s.recorder.retries
+        first, code = s.recorder.continuations
         assert code == "worker_lost"
         second = next(m for w in (d1, d2) if w.worker_id != first for m in w.heard if isinstance(m, Reserve))
         assert second.request.output_ids == (next_token(0), next_token(1))
@@ -291,10 +202,10 @@ async def test_a_prefill_worker_lost_after_the_handoff_changes_nothing() -> None
         finish(s["d1"].channels[-1], ids[0])
         got += [event async for event in events]
         assert got == [*expected(4), Finished("length")]
-        assert s.recorder.retries == []
+        assert s.recorder.continuations == []
 
 
-async def test_our_own_fault_is_not_tried_again() -> None:
+async def test_a_failed_step_goes_on_once_and_the_same_again_is_the_end() -> None:
     async with scene(*pair()) as s:
 
         def script(channel: Channel, command: Prefill) -> None:
@@ -304,11 +215,23 @@ async def test_our_own_fault_is_not_tried_again() -> None:
         with pytest.raises(EngineError):
             await collect(s, request())
         await s["d1"].wait_for(is_cancel)
+        assert sum(isinstance(m, Reserve) for m in s["d1"].heard) == 2
+
+
+async def test_a_request_that_the_worker_refuses_is_not_tried_again() -> None:
+    async with scene(*pair()) as s:
+
+        def script(channel: Channel, command: Prefill) -> None:
+            channel.send(Ended(command.request.request_id, error=WireError("invalid_value", "no such token")))
+
+        s["p1"].on_prefill = script
+        with pytest.raises(RequestError):
+            await collect(s, request())
         assert sum(isinstance(m, Reserve) for m in s["d1"].heard) == 1
 
 
 async def test_attempts_are_bounded_and_the_last_error_is_the_end() -> None:
-    async with scene(*pair(), max_attempts=2) as s:
+    async with scene(*pair(), max_continuations=1) as s:
 
         def script(channel: Channel, command: Prefill) -> None:
             channel.send(Ended(command.request.request_id, error=WireError("handoff_failed", "checksum")))
@@ -360,14 +283,14 @@ async def test_a_silent_pair_is_given_up_at_the_request_deadline() -> None:
 
 
 async def test_a_stalled_stream_is_placed_again_then_given_up() -> None:
-    async with scene(*pair(), first_token_timeout_s=0.05, max_attempts=2) as s:
+    async with scene(*pair(), first_token_timeout_s=0.05, max_continuations=1) as s:
         with pytest.raises(WorkerLostError, match="no token from"):
             await collect(s, request())
-        assert s.recorder.retries == ["worker_lost"]
+        assert s.recorder.continuations == ["worker_lost"]
 
 
 async def test_a_silent_worker_is_lost_and_its_requests_are_told() -> None:
-    async with scene(*pair(), worker_timeout_s=0.1, max_attempts=1) as s:
+    async with scene(*pair(), worker_timeout_s=0.1, max_continuations=0) as s:
         with pytest.raises(WorkerLostError):
             await collect(s, request())
 

@@ -171,6 +171,26 @@ async def test_the_audit_has_the_documented_form() -> None:
         ]
 
 
+async def test_decisions_are_told_with_the_numbers_of_every_option() -> None:
+    async with service() as s:
+        [decision] = (await s.client.get("/debug/decisions")).json()["decisions"]
+        assert decision.pop("age_s") > 0
+        [option] = decision.pop("options")
+        assert decision == {
+            "request_id": "r.1",
+            "prompt_tokens": 7,
+            "left_ms": 500.0,
+            "rule": "predicted",
+            "verdict": "placed",
+            "route": "remote",
+            "prefill_id": "prefill-0",
+            "decode_id": "decode-0",
+        }
+        assert (option["ttft_ms"], option["gap_ms"], option["price_ms"]) == (250.0, 20.0, None)
+    async with service(sees_clients=False) as s:
+        assert (await s.client.get("/debug/decisions")).status_code == 403
+
+
 @pytest.mark.parametrize(
     ("peer", "forwarded", "key", "status"),
     [
@@ -215,14 +235,14 @@ def test_metrics_hear_what_the_flow_tells() -> None:
     metrics.queued(0.3)
     metrics.placed("remote")
     metrics.handed_off(1000, 0.01)
-    metrics.retried("worker_lost")
+    metrics.continued("worker_lost")
     text = metrics.render().decode()
     for line in (
         "baton_queue_seconds_sum 0.3",
         'baton_placements_total{route="remote"} 1.0',
         "baton_handoff_bytes_total 1000.0",
         "baton_handoff_exposed_seconds_count 1.0",
-        'baton_retries_total{code="worker_lost"} 1.0',
+        'baton_continuations_total{reason="worker_lost"} 1.0',
     ):
         assert line in text, line
 

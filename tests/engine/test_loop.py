@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from contracts.errors import DeadlineError, EngineError, OverloadedError
+from contracts.errors import DeadlineError, EngineError, OutOfMemory, OverloadedError
 from contracts.request import SamplingParams
 from engine.loop import EndEvent, Event, StepLoop, TokenEvent
 from engine.runner import StepItem
@@ -54,6 +54,24 @@ def test_a_failed_step_ends_only_its_requests_and_frees_their_blocks() -> None:
     worker.run()
     assert worker.outputs(later.request_id) == oracle(later)[0]
     assert worker.loop.counters().num_failed_steps == 1
+    worker.assert_at_rest()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("host"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+)
+def test_a_step_without_memory_says_that_its_requests_may_go_on_elsewhere(error: Exception) -> None:
+    worker = TinyWorker()
+    request = make_request(4)
+    worker.runner.broken_token, worker.runner.error = request.prompt_ids[0], error
+    worker.start_local(request)
+    worker.run()
+    assert isinstance(worker.error(request.request_id), OutOfMemory)
     worker.assert_at_rest()
 
 

@@ -8,6 +8,7 @@ from contracts.config import EngineConfig
 from contracts.errors import EngineError, HandoffError, OverloadedError
 from contracts.request import SamplingParams
 from engine.blocks import HoldState
+from engine.loop import Work
 from tests.builders import FakeSink, TinyWorker, make_request, oracle
 
 LONG = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -46,6 +47,26 @@ def test_chunks_are_smaller_beside_running_decodes() -> None:
     worker.start_remote(make_request(8, sampling=LONG), FakeSink())
     worker.step()
     assert chunks(worker)[-1] == [1, 3]
+
+
+def test_beside_decodes_a_chunk_is_what_fits_where_that_is_known() -> None:
+    """Asked with the step's decodes, the tokens before the chunk and the cap; None: the fixed share."""
+    answers: list[int | None] = [5, 0, None, 2]
+    asked: list[tuple[int, int, int]] = []
+
+    def limit(decodes: list[Work], past: int, cap: int) -> int | None:
+        asked.append((len(decodes), past, cap))
+        return answers[len(asked) - 1]
+
+    worker = TinyWorker(config=EngineConfig(max_chunk_tokens=10, chunk_with_decodes=3))
+    worker.loop._chunk_limit = limit
+    worker.start_local(make_request(4, sampling=LONG))
+    worker.step()
+    worker.start_remote(make_request(10, sampling=LONG), FakeSink())
+    for _ in answers:
+        worker.step()
+    assert chunks(worker)[1:] == [[1, 5], [1], [1, 3], [1, 2]]
+    assert asked == [(1, 0, 10), (1, 5, 10), (1, 5, 10), (1, 8, 10)]
 
 
 def test_the_blocks_wait_for_the_handoff_and_then_stay_as_cache() -> None:

@@ -1,0 +1,106 @@
+"""What of a request must survive its workers, and whether it may go on after an error. Pure: no I/O, no clock.
+
+    attempt 1 ──tokens──► lost ──may go on──► attempt 2, from prompt + tokens sent ──► … ──► one end
+                            └── refused: the error is the end
+
+Workers keep nothing that is needed here: the draw is keyed by (seed, position), penalties and `min_tokens` follow from
+`output_ids`, and text (stop strings, half characters) is made above the flow from the same tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from contracts.errors import BatonError, DrainingError, EngineError, TryAgain
+from contracts.request import Finished, GenerateRequest, Token
+
+
+class Story:
+    """One request over all its attempts. `arrived_s` on its owner's clock; `avoid`: workers that failed it."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        eos_ids: frozenset[int],
+        max_continuations: int,
+        arrived_s: float = 0.0,
+    ) -> None:
+        self.arrived_s = arrived_s
+        self._request = request
+        self._eos_ids = eos_ids
+        self._max_continuations = max_continuations
+        self._known = list(request.output_ids)
+        self._num_attempts = 0
+        self._num_continuations = 0
+        self._has_faulted = False
+        self._num_cached: int | None = None
+        self.last_error: BatonError | None = None
+        self.avoid: frozenset[str] = frozenset()
+
+    @property
+    def is_resumed(self) -> bool:
+        """An attempt was lost: the request was accepted before, and maybe has tokens out."""
+        return self.last_error is not None
+
+    @property
+    def num_known(self) -> int:
+        """Output tokens that the client has."""
+        return len(self._known)
+
+    def next_attempt(self) -> GenerateRequest:
+        """The request with an id of its own, so that a late word about an earlier attempt is nobody's."""
+        self._num_attempts += 1
+        return replace(
+            self._request,
+            request_id=f"{self._request.request_id}.{self._num_attempts}",
+            output_ids=tuple(self._known),
+        )
+
+    def sent(self, token: Token) -> None:
+        self._known.append(token.token_id)
+
+    def finished(self, end: Finished) -> Finished:
+        """The end with what only the whole story knows: cache hits of the attempt that gave the first token.
+
+        A continuation finds the request's own blocks in the cache; nobody was spared their computing.
+        """
+        cached = end.num_cached_tokens if self._num_cached is None else self._num_cached
+        return replace(end, num_cached_tokens=min(cached, len(self._request.prompt_ids)))
+
+    def end(self) -> Finished | None:
+        """The end that a lost worker did not come to tell, if the last token sent was the last one.
+
+        The same rules as engine.sequence.EndRules; the model's length bounds `max_tokens` before all attempts.
+        """
+        sampling = self._request.sampling
+        num_known = len(self._known)
+        if num_known == len(self._request.output_ids):
+            return None
+        if num_known > sampling.min_tokens:
+            if self._known[-1] in sampling.stop_token_ids:
+                return self.finished(Finished("stop", stop_token_id=self._known[-1]))
+            if self._known[-1] in self._eos_ids and not sampling.ignore_eos:
+                return self.finished(Finished("stop"))
+        return self.finished(Finished("length")) if num_known >= sampling.max_tokens else None
+
+    def lost(self, error: BatonError, worker_ids: list[str], num_cached: int) -> bool:
+        """An attempt on `worker_ids` failed. Whether another may follow.
+
+        Counted are failures, so that a request which fails every worker ends; a worker that leaves in order is none.
+        A failed step goes on once: its other sequences did nothing wrong, and a fault of the request itself, or of the
+        model, shows again.
+        """
+        if self._num_cached is None and len(self._known) > len(self._request.output_ids):
+            self._num_cached = num_cached
+        self.last_error = error
+        self.avoid |= frozenset(worker_ids)
+        if isinstance(error, DrainingError):
+            return True
+        if isinstance(error, EngineError):
+            if self._has_faulted:
+                return False
+            self._has_faulted = True
+        elif not isinstance(error, TryAgain):
+            return False
+        self._num_continuations += 1
+        return self._num_continuations <= self._max_continuations
