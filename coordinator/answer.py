@@ -137,13 +137,13 @@ class _EventWriter:
                 yield event(self._envelope.chunk(choice))
 
     def events(self, pieces: dict[OutputPlan, Piece]) -> Iterator[bytes]:
-        wants_tokens = self._job.params.num_logprobs is not None
         for index, piece in spread((plan.indices, piece) for plan, piece in pieces.items()):
-            if piece.text or (wants_tokens and piece.tokens):
-                yield event(self._envelope.chunk(self._form.delta(index, piece), piece.num_tokens))
+            for choice in self._form.deltas(index, piece):
+                yield event(self._envelope.chunk(choice, piece.num_tokens))
             if piece.end is not None:
                 self._ends[index] = piece.end
-                yield event(self._envelope.chunk(self._form.closing(index, piece.end), piece.end.num_tokens))
+                for choice in self._form.closing(index, piece.end):
+                    yield event(self._envelope.chunk(choice, piece.end.num_tokens))
 
     def closing(self) -> Iterator[bytes]:
         if self._job.params.includes_usage:

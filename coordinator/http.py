@@ -46,7 +46,10 @@ from coordinator.metrics import CONTENT_TYPE, Metrics
 from coordinator.outputs import Outputs
 from coordinator.prompts import Prompt, chat_prompt, completion_prompts, read_messages, read_prompts
 from coordinator.schema import Params, parse_chat, parse_completion
+from coordinator.shape import Shape, behind_prompt, chat_shape, check_grammar, completion_shape
 from coordinator.tokenize import detokenize, tokenize
+from coordinator.tools import read_tools
+from engine.text.grammar import LazyGrammars
 from engine.text.tokenizer import TextModel
 
 # Rendering and tokenising less than this takes well under 5 ms.
@@ -126,6 +129,7 @@ class Edge:
         self._drain = drain
         self._sees_clients = sees_clients
         self._text = text
+        self._grammars = LazyGrammars(lambda: text)
         self._backend = backend
         self.metrics = metrics
         self._model = config.model.served_name or text.name
@@ -138,10 +142,13 @@ class Edge:
         params, messages = parse_chat(body), read_messages(body)
         self._check_model(params)
         check_num_choices(params, 1, self._config.server.max_choices)
+        tools = read_tools(body)
+        shape = chat_shape(body, params, tools, self._text)
         limit = self._backend.capacity().max_total_tokens
-        size = sum(len(message["content"]) for message in messages)
-        prompt = await off_loop(size, lambda: chat_prompt(self._text, messages, params, limit))
-        return self._answer("chat", params, [prompt])
+        size = sum(len(message["content"]) for message in messages) + len(str(tools or ""))
+        prompt = await off_loop(size, lambda: chat_prompt(self._text, messages, params, limit, tools))
+        await check_grammar(shape, self._grammars)
+        return self._answer("chat", params, [prompt], behind_prompt(shape, prompt.tail))
 
     async def completions(self, request: Request) -> Response:
         self._drain.check()
@@ -153,7 +160,9 @@ class Edge:
         check_num_choices(params, len(sources), self._config.server.max_choices)
         size = sum(map(len, sources))
         prompts = await off_loop(size, lambda: completion_prompts(self._text, sources, params, limit))
-        return self._answer("completions", params, prompts)
+        shape = completion_shape(body)
+        await check_grammar(shape, self._grammars)
+        return self._answer("completions", params, prompts, shape)
 
     async def models(self, request: Request) -> Response:
         return json_response({"object": "list", "data": [self._model_card()]})
@@ -215,8 +224,9 @@ class Edge:
     async def _body(self, request: Request) -> dict[str, Any]:
         return await read_json(request, self._config.server.max_body_bytes, _BODY_TIMEOUT_S)
 
-    def _answer(self, endpoint: Endpoint, params: Params, prompts: list[Prompt]) -> Response:
-        job: Job = make_job(endpoint, self._model, params, prompts, self._text, self._backend.capacity())
+    def _answer(self, endpoint: Endpoint, params: Params, prompts: list[Prompt], shape: Shape) -> Response:
+        capacity = self._backend.capacity()
+        job: Job = make_job(endpoint, self._model, params, prompts, self._text, capacity, shape)
         for prompt in prompts:
             self.metrics.prompt(len(prompt.ids))
         coordinator = self._config.coordinator
