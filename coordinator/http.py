@@ -16,6 +16,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
@@ -45,6 +46,7 @@ from coordinator.job import Endpoint, Job, check_num_choices, make_job
 from coordinator.metrics import CONTENT_TYPE, Metrics
 from coordinator.outputs import Outputs
 from coordinator.prompts import Prompt, chat_prompt, completion_prompts, read_messages, read_prompts
+from coordinator.responses import chat_body, mirror, named_as_responses
 from coordinator.schema import Params, parse_chat, parse_completion
 from coordinator.shape import Shape, behind_prompt, chat_shape, check_grammar, completion_shape
 from coordinator.tokenize import detokenize, tokenize
@@ -59,6 +61,7 @@ _SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ENDPOINTS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
+    "/v1/responses": "responses",
     "/v1/models": "models",
     "/health": "health",
     "/ready": "ready",
@@ -88,6 +91,7 @@ def make_app(
         openapi_url=None,
         routes=[
             Route("/v1/chat/completions", edge.chat, methods=["POST"]),
+            Route("/v1/responses", edge.responses, methods=["POST"]),
             Route("/v1/completions", edge.completions, methods=["POST"]),
             Route("/v1/models", edge.models, methods=["GET"]),
             Route("/v1/models/{model_id:path}", edge.model, methods=["GET"]),
@@ -138,7 +142,17 @@ class Edge:
 
     async def chat(self, request: Request) -> Response:
         self._drain.check()
+        return await self._chat("chat", await self._body(request))
+
+    async def responses(self, request: Request) -> Response:
+        self._drain.check()
         body = await self._body(request)
+        with named_as_responses():
+            return await self._chat("responses", chat_body(body), mirror(body))
+
+    async def _chat(
+        self, endpoint: Endpoint, body: dict[str, Any], repeated: dict[str, Any] | None = None
+    ) -> Response:
         params, messages = parse_chat(body), read_messages(body)
         self._check_model(params)
         check_num_choices(params, 1, self._config.server.max_choices)
@@ -148,7 +162,8 @@ class Edge:
         size = sum(len(message["content"]) for message in messages) + len(str(tools or ""))
         prompt = await off_loop(size, lambda: chat_prompt(self._text, messages, params, limit, tools))
         await check_grammar(shape, self._grammars)
-        return self._answer("chat", params, [prompt], behind_prompt(shape, prompt.tail))
+        shape = replace(behind_prompt(shape, prompt.tail), mirror=repeated or {})
+        return self._answer(endpoint, params, [prompt], shape)
 
     async def completions(self, request: Request) -> Response:
         self._drain.check()

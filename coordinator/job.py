@@ -13,7 +13,7 @@ import secrets
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from contracts.errors import ContextLengthError, RequestError
 from contracts.request import GenerateRequest, SamplingParams
@@ -62,6 +62,7 @@ class Job:
     plans: tuple[OutputPlan, ...]
     prompts: tuple[Prompt, ...]
     reading: Reading = Reading()  # noqa: RUF009 - immutable
+    mirror: dict[str, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -113,6 +114,7 @@ def make_job(
         tuple(plans),
         tuple(prompts),
         shape.reading,
+        shape.mirror,
     )
 
 

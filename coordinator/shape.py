@@ -8,7 +8,7 @@ Compiling runs on a thread with a bound on size, depth and time; see engine/text
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contracts.errors import RequestError, UnsupportedError
@@ -34,11 +34,12 @@ _HINTS = ("disable_fallback", "disable_any_whitespace", "disable_additional_prop
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`param`: the field that `grammar` came from."""
+    """`param`: the field that `grammar` came from. `mirror`: what the answer repeats of the request."""
 
     grammar: str = ""
     param: str | None = None
     reading: Reading = Reading()  # noqa: RUF009 - immutable
+    mirror: dict[str, Any] = field(default_factory=dict)
 
 
 PLAIN = Shape()

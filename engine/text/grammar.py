@@ -29,8 +29,8 @@ from engine.text.tokenizer import TextModel
 MAX_SOURCE_BYTES = 256 * 1024
 NUM_KEPT = 256  # compiled grammars; a few hundred kB each at most, usually far less
 
-# Models write spaces and line ends between JSON's parts as they learned to; without a bound some write nothing else.
-_JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"[ \t\n\r]{0,24}", "lenient": False}
+# Between JSON's parts a space, or a line end and its indentation. With more freedom some models write nothing else.
+_JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"( |\n[ \t]{0,24})?", "lenient": False}
 _MAX_MESSAGE = 400
 
 

@@ -60,8 +60,11 @@ def test_a_schema_allows_nothing_else_and_keeps_its_order(output: str) -> None:
 
 
 def test_white_space_has_a_bound() -> None:
-    assert follow(json_grammar({"type": "object"}), "{" + " " * 24) is not None
-    assert follow(json_grammar({"type": "object"}), "{" + " " * 25) is None
+    grammar = json_grammar({"type": "object"})
+    assert follow(grammar, "{\n" + " " * 24 + "}") is not None
+    for more in (" " * 25, "\n", " \n"):
+        assert follow(grammar, "{\n" + more) is None
+    assert follow(grammar, "{  ") is None
 
 
 def test_text_that_needs_several_bytes_a_character_is_followed() -> None:
