@@ -10,6 +10,7 @@ from __future__ import annotations
 from coordinator.calls import Argued, Calls, JsonValue, Part, Said, held_length, short_id
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_SURE = "<tool"  # nobody means anything else by it
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS, ARGS = "[TOOL_CALLS]", "[ARGS]"
 
@@ -42,9 +43,12 @@ class HermesReader:
         return parts
 
     def flush(self) -> list[Part]:
-        """What was held back as a possible mark; half a call stays untold."""
+        """What was held back as a possible mark; half a call stays untold, and so does what can only be half a mark."""
         text, self._buffer = self._buffer, ""
-        return [] if self._in_call else self._said(text)
+        if self._in_call:
+            return []
+        held = held_length(text, OPEN)
+        return self._said(text if held < len(_SURE) else text[: len(text) - held].rstrip())
 
     def _outside(self) -> list[Part]:
         before, mark, after = self._buffer.partition(OPEN)

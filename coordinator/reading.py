@@ -19,8 +19,8 @@ THINK, THINK_END = "<think>", "</think>"
 class Reading:
     """How to read a job's outputs. `shown_ids`: special tokens that the readers must see.
 
-    `begins_in_thought`: the prompt itself opened the reasoning. `reason_of_calls`: the finish reason of an output that
-    called.
+    `begins_in_thought`: the prompt itself opened the reasoning. `is_single`: calls after the first are not wanted.
+    `is_forced`: the output is calls and nothing else. `reason_of_calls`: the finish reason of an output that called.
     """
 
     thinks: bool = False
@@ -28,6 +28,7 @@ class Reading:
     shows_thoughts: bool = True
     make_reader: Callable[[], CallReader] | None = None
     is_single: bool = False
+    is_forced: bool = False
     reason_of_calls: str = "tool_calls"
     shown_ids: frozenset[int] = frozenset()
 
@@ -72,7 +73,7 @@ class MessageReader:
         if isinstance(part, Thought):
             return self._reading.shows_thoughts
         if isinstance(part, Said):
-            return bool(part.text)
+            return bool(part.text) and not self._reading.is_forced
         return not self._reading.is_single or part.index == 0
 
 

@@ -69,6 +69,7 @@ def chat_shape(body: dict[str, Any], params: ChatParams, tools: Tools | None, te
         reading = Reading(
             make_reader=lambda: form.reader(tools),
             is_single=not tools.is_parallel,
+            is_forced=tools.is_forced,
             reason_of_calls="stop" if tools.choice == "named" else "tool_calls",
             shown_ids=_special(text, form.marks),
         )
