@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from contracts.config import BatonConfig
 from contracts.errors import BatonError, ModelNotFoundError
+from coordinator import openapi
 from coordinator.answer import Answer
 from coordinator.backend import Backend
 from coordinator.body import read_json
@@ -88,7 +89,7 @@ def make_app(
     edge = Edge(config, text, backend, metrics or Metrics(), sees_clients, drain or Drain())
     app = FastAPI(
         title="Baton",
-        openapi_url=None,
+        openapi_url=None,  # its generator knows nothing of these routes; openapi.py does
         routes=[
             Route("/v1/chat/completions", edge.chat, methods=["POST"]),
             Route("/v1/responses", edge.responses, methods=["POST"]),
@@ -102,6 +103,7 @@ def make_app(
             Route("/version", edge.version, methods=["GET"]),
             Route("/metrics", edge.show_metrics, methods=["GET"]),
             Route("/debug/kv", edge.debug_kv, methods=["GET"]),
+            *openapi.routes(baton_version()),
         ],
     )
     app.add_exception_handler(BatonError, edge.on_error)

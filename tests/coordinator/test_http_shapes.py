@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -456,3 +457,18 @@ async def test_response_refusals_name_their_field(fields: dict[str, Any], param:
 async def test_a_backend_error_before_the_first_piece_has_a_status() -> None:
     async with service(lambda _: [RuntimeError("boom")]) as s:
         assert (await ask(s, stream=True)).status_code == 500
+
+
+async def test_the_openapi_document_describes_every_public_route() -> None:
+    async with service() as s:
+        found = (await s.client.get("/openapi.json")).json()
+        for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"):
+            assert set(found["paths"][path]) == {"post"}
+        assert {"/v1/models", "/v1/models/{model_id}", "/health", "/ready"} <= set(found["paths"])
+        schemas = found["components"]["schemas"]
+        assert {"temperature", "messages", "tools", "structured_outputs"} <= set(
+            schemas["Chat"]["properties"]
+        )
+        for reference in re.findall(r'"\$ref": "#/components/schemas/(\w+)"', json.dumps(found)):
+            assert reference in schemas
+        assert "swagger" in (await s.client.get("/docs")).text.lower()
