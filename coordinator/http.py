@@ -136,6 +136,7 @@ class Edge:
         self._sees_clients = sees_clients
         self._text = text
         self._grammars = LazyGrammars(lambda: text)
+        self._grammars.warm()
         self._backend = backend
         self.metrics = metrics
         self._model = config.model.served_name or text.name

@@ -123,6 +123,7 @@ class Worker:
         )
         kv_port = await self._kv.start(host)
         grammars = LazyGrammars(lambda: load_text(model_path))
+        await asyncio.to_thread(grammars.warm)
         self._desk = Desk(self._engine, self._phases, self._pool, self._kv, grammars, self._publish_soon)
         self._kv.on_peers_changed = self._publish_status
         self._server = ChannelServer(self._hello, self._secret, self._serve)

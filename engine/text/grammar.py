@@ -115,7 +115,7 @@ class GrammarState:
 class Grammars:
     """Compiles for one model, and keeps what it compiled. Safe to call from any thread; a call may take milliseconds.
 
-    The first call makes the model's token tree: some tenths of a second.
+    The first call makes the model's token tree: some tenths of a second (see LazyGrammars.warm).
     """
 
     def __init__(self, text: TextModel) -> None:
@@ -156,23 +156,37 @@ class Grammars:
 
 
 class LazyGrammars:
-    """`Grammars` of a model whose tokenizer is read when the first grammar comes; safe from any thread."""
+    """`Grammars` of a model whose tokenizer is read by `warm`; safe from any thread.
+
+    NOTE: reading a tokenizer holds the interpreter for a second or more, during which no stream gets a token and no
+    heartbeat leaves: whoever serves calls `warm` before it serves.
+    """
 
     def __init__(self, load: Callable[[], TextModel]) -> None:
         self._load = load
         self._lock = threading.Lock()
         self._grammars: Grammars | None = None
+        self._failure: str | None = None
+
+    def warm(self) -> None:
+        """Read the tokenizer, once. A model without one serves all the same, just no grammars."""
+        with self._lock:
+            if self._grammars is not None or self._failure is not None:
+                return
+            try:
+                grammars = Grammars(self._load())
+                grammars.compile(regex_grammar("a?"))
+                self._grammars = grammars
+            except (OSError, BatonError) as error:
+                self._failure = str(error)
 
     def behind(self, source: str, token_ids: Sequence[int]) -> GrammarState:
         """The state behind these tokens of an output. Raises RequestError as `Grammars.compile` does, EngineError if
         this model's tokenizer cannot be read.
         """
-        with self._lock:
-            if self._grammars is None:
-                try:
-                    self._grammars = Grammars(self._load())
-                except (OSError, BatonError) as error:
-                    raise EngineError(f"expected a tokenizer beside the weights but: {error}") from error
+        self.warm()
+        if self._grammars is None:
+            raise EngineError(f"expected a tokenizer beside the weights but: {self._failure}")
         state = self._grammars.compile(source)
         for token_id in token_ids:
             state.advance(token_id)
