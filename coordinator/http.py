@@ -287,7 +287,8 @@ class RequestScope:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                if not getattr(scope["app"].state, "ids_are_told_outside", False):
+                    MutableHeaders(scope=message)["x-request-id"] = request_id
                 self._edge.metrics.response(endpoint_of(scope), message["status"])
             await send(message)
 

@@ -20,8 +20,8 @@ PROMPT: list[int] = SHORT[0]["prompt_ids"]
 GRAMMAR = json_grammar(
     {
         "type": "object",
-        "properties": {"kind": {"enum": ["long-winded", "short"]}, "tags": {"type": "array", "maxItems": 2}},
-        "required": ["kind", "tags"],
+        "properties": {"kind": {"enum": ["long-winded", "short"]}, "size": {"enum": [1, 2, 3]}},
+        "required": ["kind", "size"],
         "additionalProperties": False,
     }
 )
