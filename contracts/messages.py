@@ -7,6 +7,7 @@ bump):
     1  first version
     2  Hello.data_address lists every transport; small probes are echoed; Data.checksum is xxh3, 0: none;
        ChunkDone grants; Fin may come before the last bytes
+    3  SamplingParams may mask (allowed and bad tokens, grammar) and ask for the prompt's logprobs, told in Token
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from contracts.request import Finished, GenerateRequest, Token
 from contracts.steps import StepReport
 from contracts.ticket import Ticket
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Role = Literal["prefill", "decode"]
 

@@ -35,7 +35,7 @@ SECONDS = (
 )
 TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 131072.0)
 
-ENDPOINTS = ("chat", "completions", "models", "health", "ready", "metrics", "debug", "other")
+ENDPOINTS = ("chat", "completions", "responses", "models", "health", "ready", "metrics", "debug", "other")
 OUTCOMES = ("stop", "length", "cancelled", "error")
 ROUTES = ("remote", "local")
 BLOCK_STATES = ("free", "cached", "running", "reserved", "in_handoff", "quarantined")

@@ -13,13 +13,17 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn. Order: penalties, logit_bias, min_tokens mask, temperature, top_k,
-    top_p, min_p, draw.
+    """How the next token is drawn. Order: penalties, logit_bias, masks (allowed and bad tokens, min_tokens,
+    grammar), temperature, top_k, top_p, min_p, draw.
 
     `temperature` 0 is argmax (after penalties and bias). `top_k` 0 is off. `num_logprobs` None: none asked;
     k: the drawn
-    token's logprob and the k best, all before temperature, penalties and bias. `logit_bias` is (token_id,
-    bias) pairs.
+    token's logprob and the k best, all before temperature, penalties, bias and masks. `num_prompt_logprobs`: the
+    same for the prompt, told with the first token. `logit_bias` is (token_id, bias) pairs.
+
+    `allowed_token_ids` empty: all. `bad_token_ids`: sequences whose last token is not drawn after the others.
+    `grammar`: what the whole output must follow, in the form of engine/text/grammar.py; empty: nothing. Its state
+    follows from the tokens, as the penalties' does.
     """
 
     max_tokens: int
@@ -36,6 +40,10 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +60,12 @@ class GenerateRequest:
     salt: str = ""
 
     @property
+    def cache_key(self) -> str:
+        """What separates prefix caches. A prompt whose logprobs are wanted is computed whole: it meets nobody's blocks,
+        not even those of an attempt before."""
+        return self.salt if self.sampling.num_prompt_logprobs is None else f"{self.salt}\0{self.request_id}"
+
+    @property
     def num_known_tokens(self) -> int:
         """Tokens whose KV must exist before the next draw: prompt + tokens already sent."""
         return len(self.prompt_ids) + len(self.output_ids)
@@ -63,15 +77,24 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprob:
+    """What the model thought of one token of the prompt. None and empty for the first one, which nothing precedes."""
+
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
     """One drawn token. `index` is its position in the output (0 = first); `top` is (token_id, logprob),
-    best first.
+    best first. `prompt`: one entry per prompt token, on the first token alone and only if asked for.
     """
 
     index: int
     token_id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    prompt: tuple[PromptLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Iterator
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -23,10 +24,11 @@ from contracts.config import CoordinatorConfig
 from contracts.errors import BatonError
 from coordinator.drain import Drain
 from coordinator.errors_http import encode_json, error_body, json_response, log_fault
-from coordinator.forms import Envelope, Form, make_form, spread
+from coordinator.forms import Envelope, Form, Json, make_form, spread
 from coordinator.job import Job, OutputPlan
 from coordinator.metrics import Metrics
 from coordinator.outputs import End, Outputs, Piece
+from coordinator.response_form import ResponseWriter
 from engine.text.tokenizer import TextModel
 
 logger = logging.getLogger(__name__)
@@ -91,19 +93,18 @@ class Answer(Response):
         while (pieces := await self._outputs.take(None)) is not None:
             for plan, piece in pieces.items():
                 gathered.setdefault(plan, Piece()).append(piece)
-        form, envelope = make_form(self._job, self._text), Envelope(self._job, self._text)
-        choices, ends = [], {}
-        for index, piece in spread((plan.indices, piece) for plan, piece in gathered.items()):
-            assert piece.end is not None, "an output ended without its end"
-            choices.append(form.whole(index, piece, piece.end))
-            ends[index] = piece.end
-        await json_response(envelope.whole(choices, ends))(scope, receive, send)
+        await json_response(self._writer().whole(gathered))(scope, receive, send)
+
+    def _writer(self) -> Writer:
+        if self._job.endpoint == "responses":
+            return ResponseWriter(self._job)
+        return CompletionWriter(self._job, self._text)
 
     async def _stream(self, send: Send) -> None:
         pieces = await self._outputs.take(self._config.peek_timeout_s)
         self._outputs.raise_if_failed()  # until here an error has a status
         await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
-        writer = _EventWriter(self._job, self._text)
+        writer = self._writer()
         pending = b"".join(writer.opening())
         try:
             while pieces is not None:
@@ -116,12 +117,28 @@ class Answer(Response):
         except BatonError as error:
             log_fault(error, self._job.completion_id)
             self._metrics.error(self._job.endpoint, error.code)
-            tail = event(error_body(error)) + _DONE
+            tail = writer.failed(error)
         await send({"type": "http.response.body", "body": pending + tail, "more_body": False})
 
 
-class _EventWriter:
-    """Pieces to server-sent events, in an order that clients were measured to need."""
+class Writer(Protocol):
+    """An endpoint's form of one answer: whole, or as server-sent events."""
+
+    def opening(self) -> Iterator[bytes]: ...
+
+    def events(self, pieces: dict[OutputPlan, Piece]) -> Iterator[bytes]: ...
+
+    def closing(self) -> Iterator[bytes]: ...
+
+    def failed(self, error: BatonError) -> bytes:
+        """The end of a stream that broke."""
+
+    def whole(self, gathered: dict[OutputPlan, Piece]) -> Json:
+        """Of complete outputs."""
+
+
+class CompletionWriter:
+    """Chats and completions: events in an order that clients were measured to need."""
 
     def __init__(self, job: Job, text: TextModel) -> None:
         self._job = job
@@ -137,18 +154,29 @@ class _EventWriter:
                 yield event(self._envelope.chunk(choice))
 
     def events(self, pieces: dict[OutputPlan, Piece]) -> Iterator[bytes]:
-        wants_tokens = self._job.params.num_logprobs is not None
         for index, piece in spread((plan.indices, piece) for plan, piece in pieces.items()):
-            if piece.text or (wants_tokens and piece.tokens):
-                yield event(self._envelope.chunk(self._form.delta(index, piece), piece.num_tokens))
+            for choice in self._form.deltas(index, piece):
+                yield event(self._envelope.chunk(choice, piece.num_tokens))
             if piece.end is not None:
                 self._ends[index] = piece.end
-                yield event(self._envelope.chunk(self._form.closing(index, piece.end), piece.end.num_tokens))
+                for choice in self._form.closing(index, piece.end):
+                    yield event(self._envelope.chunk(choice, piece.end.num_tokens))
 
     def closing(self) -> Iterator[bytes]:
         if self._job.params.includes_usage:
             yield event(self._envelope.usage_chunk(self._ends))
         yield _DONE
+
+    def failed(self, error: BatonError) -> bytes:
+        return event(error_body(error)) + _DONE
+
+    def whole(self, gathered: dict[OutputPlan, Piece]) -> Json:
+        choices = []
+        for index, piece in spread((plan.indices, piece) for plan, piece in gathered.items()):
+            assert piece.end is not None, "an output ended without its end"
+            choices.append(self._form.whole(index, piece, piece.end))
+            self._ends[index] = piece.end
+        return self._envelope.whole(choices, self._ends)
 
 
 def event(content: object) -> bytes:

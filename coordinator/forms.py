@@ -11,8 +11,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from contracts.request import Timings, Token
+from coordinator.calls import Argued, Called, Part, Said, Thought
 from coordinator.job import Job
 from coordinator.outputs import End, Piece
+from coordinator.reading import MessageReader
 from engine.text.tokenizer import TextModel
 
 _LOWEST_LOGPROB = -9999.0
@@ -29,11 +31,11 @@ class Form(Protocol):
     def opening(self, index: int) -> Json | None:
         """What a stream says of a choice before its text, if anything."""
 
-    def delta(self, index: int, piece: Piece) -> Json:
-        """A chunk's choice with text; without finish reason."""
+    def deltas(self, index: int, piece: Piece) -> list[Json]:
+        """A piece's choice, in as many chunks as it takes, without finish reason."""
 
-    def closing(self, index: int, end: End) -> Json:
-        """The last chunk's choice."""
+    def closing(self, index: int, end: End) -> list[Json]:
+        """The choice's last chunks; the very last has the reason."""
 
     def whole(self, index: int, piece: Piece, end: End) -> Json:
         """The choice of an answer that is not streamed."""
@@ -77,6 +79,9 @@ class Envelope:
         usage = self._counts(sum(end.num_tokens for end in ends.values()))
         firsts = [ends[p * self._job.params.n].num_cached_tokens for p in range(len(self._job.prompts))]
         known = [count for count in firsts if count is not None]
+        if self._job.reading.thinks:
+            num_thought_tokens = sum(end.num_thought_tokens for end in ends.values())
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_thought_tokens}
         usage["prompt_tokens_details"] = {"cached_tokens": sum(known)} if len(known) == len(firsts) else None
         if self._job.params.includes_timings:
             usage["timings_ms"] = _timings_ms([end.timings for end in ends.values()])
@@ -94,29 +99,58 @@ class Envelope:
 class ChatForm:
     """Role chunk first, then text, then an empty delta with the reason: some clients stop reading at the
     reason.
+
+    With tools or reasoning each choice has a reader, and a piece becomes a delta for each of its parts.
     """
 
     def __init__(self, job: Job, text: TextModel) -> None:
         self._names = _TokenNames(job, text)
         self._wants_logprobs = job.params.num_logprobs is not None
+        self._reading = job.reading
+        self._readers: dict[int, MessageReader] = {}
 
     def opening(self, index: int) -> Json | None:
         return _chat_chunk(index, {"role": "assistant", "content": ""})
 
-    def delta(self, index: int, piece: Piece) -> Json:
-        return _chat_chunk(index, {"content": piece.text}, self._logprobs(piece.tokens))
+    def deltas(self, index: int, piece: Piece) -> list[Json]:
+        wants_tokens = self._wants_logprobs and bool(piece.tokens)
+        if self._reading.is_plain:
+            if not (piece.text or wants_tokens):
+                return []
+            return [_chat_chunk(index, {"content": piece.text}, self._logprobs(piece.tokens))]
+        deltas = [_delta(part) for part in self._reader(index).push(piece.text)]
+        if wants_tokens and not deltas:
+            deltas = [{"content": ""}]
+        chunks = [_chat_chunk(index, delta) for delta in deltas]
+        if chunks and wants_tokens:
+            chunks[0]["logprobs"] = self._logprobs(piece.tokens)
+        return chunks
 
-    def closing(self, index: int, end: End) -> Json:
-        return {**_chat_chunk(index, {}), **_reason(end)}
+    def closing(self, index: int, end: End) -> list[Json]:
+        last = {**_chat_chunk(index, {}), **_reason(end)}
+        if self._reading.is_plain:
+            return [last]
+        reader = self._reader(index)
+        chunks = [_chat_chunk(index, _delta(part)) for part in reader.flush()]
+        return [*chunks, {**last, "finish_reason": self._finish_reason(reader, end)}]
 
     def whole(self, index: int, piece: Piece, end: End) -> Json:
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self._logprobs(piece.tokens),
-            **_reason(end),
-        }
+        message: Json = {"role": "assistant", "content": piece.text, "refusal": None}
+        reason = _reason(end)
+        if not self._reading.is_plain:
+            reader = self._reader(index)
+            message |= gathered(reader.push(piece.text) + reader.flush())
+            reason["finish_reason"] = self._finish_reason(reader, end)
+        return {"index": index, "message": message, "logprobs": self._logprobs(piece.tokens), **reason}
+
+    def _reader(self, index: int) -> MessageReader:
+        if index not in self._readers:
+            self._readers[index] = MessageReader(self._reading)
+        return self._readers[index]
+
+    def _finish_reason(self, reader: MessageReader, end: End) -> str:
+        """An output that was cut is cut, whatever it called before."""
+        return self._reading.reason_of_calls if end.reason == "stop" and reader.has_called else end.reason
 
     def _logprobs(self, tokens: list[Token]) -> Json | None:
         if not self._wants_logprobs:
@@ -147,46 +181,81 @@ class CompletionForm:
         self._names = _TokenNames(job, text)
         self._wants_logprobs = job.params.num_logprobs is not None
         self._offsets: dict[int, int] = {}
+        self._job = job
 
     def opening(self, index: int) -> Json | None:
         return None
 
-    def delta(self, index: int, piece: Piece) -> Json:
+    def deltas(self, index: int, piece: Piece) -> list[Json]:
+        has_tokens = self._wants_logprobs and bool(piece.tokens or piece.prompt)
+        return [self._choice(index, piece)] if piece.text or has_tokens else []
+
+    def closing(self, index: int, end: End) -> list[Json]:
+        return [{"index": index, "text": "", "logprobs": None, **_reason(end)}]
+
+    def whole(self, index: int, piece: Piece, end: End) -> Json:
+        return {**self._choice(index, piece), **_reason(end)}
+
+    def _choice(self, index: int, piece: Piece) -> Json:
         return {
             "index": index,
             "text": piece.text,
-            "logprobs": self._logprobs(index, piece.tokens),
+            "logprobs": self._logprobs(index, piece) if self._wants_logprobs else None,
             "finish_reason": None,
         }
 
-    def closing(self, index: int, end: End) -> Json:
-        return {"index": index, "text": "", "logprobs": None, **_reason(end)}
-
-    def whole(self, index: int, piece: Piece, end: End) -> Json:
-        return {**self.delta(index, piece), **_reason(end)}
-
-    def _logprobs(self, index: int, tokens: list[Token]) -> Json | None:
-        if not self._wants_logprobs:
-            return None
+    def _logprobs(self, index: int, piece: Piece) -> Json:
+        """The echoed prompt's tokens first; the very first has nothing before it, so nothing is known of it."""
+        entries = [*self._prompt_entries(index, piece), *map(_entry_of, piece.tokens)]
         offset = self._offsets.get(index, 0)
         offsets = []
-        for token in tokens:
+        for token_id, _, _ in entries:
             offsets.append(offset)
-            offset += len(self._names.text.token_text(token.token_id))
+            offset += self._length(index, token_id, is_first=not offset)
         self._offsets[index] = offset
         return {
-            "tokens": [self._names.name(token.token_id) for token in tokens],
-            "token_logprobs": [finite(token.logprob) for token in tokens],
-            "top_logprobs": [self._top(token) for token in tokens],
+            "tokens": [self._names.name(token_id) for token_id, _, _ in entries],
+            "token_logprobs": [None if top is None else finite(logprob) for _, logprob, top in entries],
+            "top_logprobs": [
+                None if top is None else self._top(token_id, logprob, top)
+                for token_id, logprob, top in entries
+            ],
             "text_offset": offsets,
         }
 
-    def _top(self, token: Token) -> dict[str, float]:
+    def _prompt_entries(self, index: int, piece: Piece) -> list[_Entry]:
+        if not piece.prompt:
+            return []
+        prompt = self._job.prompts[index // self._job.params.n]
+        return [
+            (token_id, found.logprob, None if found.logprob is None else found.top)
+            for token_id, found in zip(prompt.ids, piece.prompt, strict=True)
+        ]
+
+    def _length(self, index: int, token_id: int, is_first: bool) -> int:
+        """Characters of the text that are this token's; a BOS that the tokenizer added has none."""
+        text = self._names.text
+        piece = text.token_text(token_id)
+        if is_first and token_id == text.bos_id and self._job.params.echo:
+            echo = self._job.prompts[index // self._job.params.n].echo_text
+            return len(piece) if echo.startswith(piece) else 0
+        return len(piece)
+
+    def _top(
+        self, token_id: int, logprob: float | None, top: tuple[tuple[int, float], ...]
+    ) -> dict[str, float]:
         """The best ones and the drawn one. Ids that read alike share a key: the better one keeps it."""
         found: dict[str, float] = {}
-        for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
-            found.setdefault(self._names.name(token_id), finite(logprob))
+        for each_id, each in (*top, (token_id, logprob)):
+            found.setdefault(self._names.name(each_id), finite(each))
         return found
+
+
+_Entry = tuple[int, float | None, tuple[tuple[int, float], ...] | None]
+
+
+def _entry_of(token: Token) -> _Entry:
+    return token.token_id, token.logprob, token.top
 
 
 class _TokenNames:
@@ -201,7 +270,7 @@ class _TokenNames:
 
 
 def make_form(job: Job, text: TextModel) -> Form:
-    return ChatForm(job, text) if job.endpoint == "chat" else CompletionForm(job, text)
+    return CompletionForm(job, text) if job.endpoint == "completions" else ChatForm(job, text)
 
 
 def finite(logprob: float | None) -> float:
@@ -228,6 +297,42 @@ def _timings_ms(found: Sequence[Timings | None]) -> Json | None:
 
 def _chat_chunk(index: int, delta: Json, logprobs: Json | None = None) -> Json:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+
+def _delta(part: Part) -> Json:
+    """The first delta of a call has all that names it; later ones only more of its arguments."""
+    match part:
+        case Said(text):
+            return {"content": text}
+        case Thought(text):
+            return {"reasoning_content": text}
+        case Called(index, call_id, name):
+            return {"tool_calls": [{"index": index, **_call(call_id, name, "")}]}
+        case Argued(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def gathered(parts: Iterable[Part]) -> Json:
+    """What a whole message says of its parts; `content` is null if it only calls or reasons."""
+    texts: dict[str, str] = {}
+    calls: list[Json] = []
+    for part in parts:
+        match part:
+            case Said(text):
+                texts["content"] = texts.get("content", "") + text
+            case Thought(text):
+                texts["reasoning_content"] = texts.get("reasoning_content", "") + text
+            case Called(_, call_id, name):
+                calls.append(_call(call_id, name, ""))
+            case Argued(index, text):
+                calls[index]["function"]["arguments"] += text
+    if "content" not in texts and not calls and "reasoning_content" not in texts:
+        texts["content"] = ""
+    return {"content": None, **texts, **({"tool_calls": calls} if calls else {})}
+
+
+def _call(call_id: str, name: str, arguments: str) -> Json:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _reason(end: End) -> Json:

@@ -1,11 +1,13 @@
 """Serve's HAProxy mode, made fit for several instances on one machine and for a sudden end.
 
-Three traits of Serve's generated set-up need care:
+Four traits of Serve's generated set-up need care:
   * files and ports default to fixed places, so two instances would share them: every one is set here;
   * HAProxy outlives the Serve process that started it when that one is killed: it is started through a script which
     asks the kernel to end it with its parent;
   * its statistics and metrics pages listen on every address whatever the host option says: the script pins them to
-    loopback in the generated configuration.
+    loopback in the generated configuration;
+  * Serve repeats a client's request id in its answers whatever its length: the script drops one that is too long, and
+    Serve makes one of its own.
 
 NOTE: HAProxy adds no X-Forwarded-For. Behind it every client looks like 127.0.0.1, so "answers on loopback only" can
 be decided from the address Baton listens on, never from the address of the peer.
@@ -36,6 +38,11 @@ if "-f" in sys.argv:
         text = file.read()
     text = re.sub(r"(?m)^(\s*bind )\*?:", r"\g<1>127.0.0.1:", text)
     text = re.sub(r"(?m)^defaults.*$", r"\g<0>\n    timeout http-request HEADER_TIMEOUT_Ss", text)
+    text = re.sub(
+        r"(?m)^(\s*)(http-request set-header x-request-id )",
+        r"\g<1>http-request del-header x-request-id if { req.fhdr(x-request-id),length gt 128 }\n\g<1>\g<2>",
+        text,
+    )
     with open(path + ".own", "w") as file:
         file.write(text)
     os.replace(path + ".own", path)

@@ -16,6 +16,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from contracts.config import BatonConfig
 from contracts.errors import BatonError, ModelNotFoundError
+from coordinator import openapi
 from coordinator.answer import Answer
 from coordinator.backend import Backend
 from coordinator.body import read_json
@@ -45,8 +47,12 @@ from coordinator.job import Endpoint, Job, check_num_choices, make_job
 from coordinator.metrics import CONTENT_TYPE, Metrics
 from coordinator.outputs import Outputs
 from coordinator.prompts import Prompt, chat_prompt, completion_prompts, read_messages, read_prompts
+from coordinator.responses import chat_body, mirror, named_as_responses
 from coordinator.schema import Params, parse_chat, parse_completion
+from coordinator.shape import Shape, behind_prompt, chat_shape, check_grammar, completion_shape
 from coordinator.tokenize import detokenize, tokenize
+from coordinator.tools import read_tools
+from engine.text.grammar import LazyGrammars
 from engine.text.tokenizer import TextModel
 
 # Rendering and tokenising less than this takes well under 5 ms.
@@ -56,6 +62,7 @@ _SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ENDPOINTS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
+    "/v1/responses": "responses",
     "/v1/models": "models",
     "/health": "health",
     "/ready": "ready",
@@ -83,9 +90,10 @@ def make_app(
     edge = Edge(config, text, backend, metrics or Metrics(), sees_clients, drain or Drain())
     app = FastAPI(
         title="Baton",
-        openapi_url=None,
+        openapi_url=None,  # its generator knows nothing of these routes; openapi.py does
         routes=[
             Route("/v1/chat/completions", edge.chat, methods=["POST"]),
+            Route("/v1/responses", edge.responses, methods=["POST"]),
             Route("/v1/completions", edge.completions, methods=["POST"]),
             Route("/v1/models", edge.models, methods=["GET"]),
             Route("/v1/models/{model_id:path}", edge.model, methods=["GET"]),
@@ -97,6 +105,7 @@ def make_app(
             Route("/metrics", edge.show_metrics, methods=["GET"]),
             Route("/debug/kv", edge.debug_kv, methods=["GET"]),
             Route("/debug/decisions", edge.debug_decisions, methods=["GET"]),
+            *openapi.routes(baton_version()),
         ],
     )
     app.add_exception_handler(BatonError, edge.on_error)
@@ -128,6 +137,8 @@ class Edge:
         self._drain = drain
         self._sees_clients = sees_clients
         self._text = text
+        self._grammars = LazyGrammars(lambda: text)
+        self._grammars.warm()
         self._backend = backend
         self.metrics = metrics
         self._model = config.model.served_name or text.name
@@ -136,14 +147,28 @@ class Edge:
 
     async def chat(self, request: Request) -> Response:
         self._drain.check()
+        return await self._chat("chat", await self._body(request))
+
+    async def responses(self, request: Request) -> Response:
+        self._drain.check()
         body = await self._body(request)
+        with named_as_responses():
+            return await self._chat("responses", chat_body(body), mirror(body))
+
+    async def _chat(
+        self, endpoint: Endpoint, body: dict[str, Any], repeated: dict[str, Any] | None = None
+    ) -> Response:
         params, messages = parse_chat(body), read_messages(body)
         self._check_model(params)
         check_num_choices(params, 1, self._config.server.max_choices)
+        tools = read_tools(body)
+        shape = chat_shape(body, params, tools, self._text)
         limit = self._backend.capacity().max_total_tokens
-        size = sum(len(message["content"]) for message in messages)
-        prompt = await off_loop(size, lambda: chat_prompt(self._text, messages, params, limit))
-        return self._answer("chat", params, [prompt])
+        size = sum(len(message["content"]) for message in messages) + len(str(tools or ""))
+        prompt = await off_loop(size, lambda: chat_prompt(self._text, messages, params, limit, tools))
+        await check_grammar(shape, self._grammars)
+        shape = replace(behind_prompt(shape, prompt.tail), mirror=repeated or {})
+        return self._answer(endpoint, params, [prompt], shape)
 
     async def completions(self, request: Request) -> Response:
         self._drain.check()
@@ -155,7 +180,9 @@ class Edge:
         check_num_choices(params, len(sources), self._config.server.max_choices)
         size = sum(map(len, sources))
         prompts = await off_loop(size, lambda: completion_prompts(self._text, sources, params, limit))
-        return self._answer("completions", params, prompts)
+        shape = completion_shape(body)
+        await check_grammar(shape, self._grammars)
+        return self._answer("completions", params, prompts, shape)
 
     async def models(self, request: Request) -> Response:
         return json_response({"object": "list", "data": [self._model_card()]})
@@ -221,8 +248,9 @@ class Edge:
     async def _body(self, request: Request) -> dict[str, Any]:
         return await read_json(request, self._config.server.max_body_bytes, _BODY_TIMEOUT_S)
 
-    def _answer(self, endpoint: Endpoint, params: Params, prompts: list[Prompt]) -> Response:
-        job: Job = make_job(endpoint, self._model, params, prompts, self._text, self._backend.capacity())
+    def _answer(self, endpoint: Endpoint, params: Params, prompts: list[Prompt], shape: Shape) -> Response:
+        capacity = self._backend.capacity()
+        job: Job = make_job(endpoint, self._model, params, prompts, self._text, capacity, shape)
         for prompt in prompts:
             self.metrics.prompt(len(prompt.ids))
         coordinator = self._config.coordinator
@@ -265,7 +293,8 @@ class RequestScope:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                if not getattr(scope["app"].state, "ids_are_told_outside", False):
+                    MutableHeaders(scope=message)["x-request-id"] = request_id
                 self._edge.metrics.response(endpoint_of(scope), message["status"])
             await send(message)
 

@@ -13,17 +13,21 @@ import secrets
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from contracts.errors import ContextLengthError, RequestError
 from contracts.request import GenerateRequest, SamplingParams
 from coordinator.backend import Capacity
 from coordinator.prompts import Prompt
+from coordinator.reading import Reading
 from coordinator.schema import Params
+from coordinator.shape import PLAIN, Shape
 from engine.text.tokenizer import TextModel
 
-Endpoint = Literal["chat", "completions"]
+Endpoint = Literal["chat", "completions", "responses"]
 
+_PREFIXES = {"chat": "chatcmpl-", "completions": "cmpl-", "responses": "resp_"}
+_PROMPT_PARAMS = {"chat": "messages", "completions": "prompt", "responses": "input"}
 _DEFAULT_COMPLETION_TOKENS = 16
 # Below this the division by the temperature overflows in low precision; the draw is an argmax anyway.
 _MIN_TEMPERATURE = 0.01
@@ -33,12 +37,14 @@ _MIN_TEMPERATURE = 0.01
 class OutputPlan:
     """One output and the choices it answers. Compared by identity: it is a key, and prompts are long.
 
-    `request` None: the prompt is echoed and nothing is generated.
+    `request` None: the prompt is echoed and nothing is generated. `is_prompt_only`: one token is drawn for what the
+    model thinks of the prompt, and not shown.
     """
 
     indices: tuple[int, ...]
     prompt: Prompt
     request: GenerateRequest | None
+    is_prompt_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,8 @@ class Job:
     params: Params
     plans: tuple[OutputPlan, ...]
     prompts: tuple[Prompt, ...]
+    reading: Reading = Reading()  # noqa: RUF009 - immutable
+    mirror: dict[str, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -68,27 +76,46 @@ class Job:
 
 
 def make_job(
-    endpoint: Endpoint, model: str, params: Params, prompts: list[Prompt], text: TextModel, capacity: Capacity
+    endpoint: Endpoint,
+    model: str,
+    params: Params,
+    prompts: list[Prompt],
+    text: TextModel,
+    capacity: Capacity,
+    shape: Shape = PLAIN,
 ) -> Job:
     """Raises ContextLengthError for what does not fit, RequestError for ids outside the vocabulary."""
-    prefix = "chatcmpl" if endpoint == "chat" else "cmpl"
-    completion_id = f"{prefix}-{uuid.uuid4().hex}"
+    completion_id = f"{_PREFIXES[endpoint]}{uuid.uuid4().hex}"
     entropy = secrets.randbits(63)
-    bias = _logit_bias(params, capacity.num_logits or text.vocab_size)
+    masks = _masks(params, text, capacity.num_logits or text.vocab_size, shape)
     plans = []
     for p, prompt in enumerate(prompts):
         max_tokens = _max_tokens(endpoint, params, len(prompt.ids), capacity.max_total_tokens)
         indices = range(p * params.n, (p + 1) * params.n)
-        if max_tokens == 0:
+        is_prompt_only = max_tokens == 0 and params.num_prompt_logprobs is not None
+        if max_tokens == 0 and not is_prompt_only:
             plans.append(OutputPlan(tuple(indices), prompt, None))
             continue
-        for k, sampling in enumerate(_samplings(params, text, max_tokens, bias, p, entropy)):
-            is_shared = sampling.temperature == 0
+        for k, sampling in enumerate(_samplings(params, text, max(max_tokens, 1), masks, p, entropy)):
+            is_shared = sampling.temperature == 0 or is_prompt_only
             request = GenerateRequest(
                 f"{completion_id}-{indices[k]}", prompt.ids, sampling, salt=params.cache_salt
             )
-            plans.append(OutputPlan(tuple(indices) if is_shared else (indices[k],), prompt, request))
-    return Job(endpoint, completion_id, int(time.time()), model, params, tuple(plans), tuple(prompts))
+            answered = tuple(indices) if is_shared else (indices[k],)
+            plans.append(OutputPlan(answered, prompt, request, is_prompt_only))
+            if is_shared:
+                break
+    return Job(
+        endpoint,
+        completion_id,
+        int(time.time()),
+        model,
+        params,
+        tuple(plans),
+        tuple(prompts),
+        shape.reading,
+        shape.mirror,
+    )
 
 
 def check_num_choices(params: Params, num_prompts: int, max_choices: int) -> None:
@@ -107,7 +134,7 @@ def _max_tokens(endpoint: Endpoint, params: Params, prompt_len: int, limit: int)
     if rest < 1 and asked != 0:
         raise ContextLengthError(
             f"expected a prompt of at most {limit - 1} tokens (limit {limit}) but got {prompt_len}",
-            param="messages" if endpoint == "chat" else "prompt",
+            param=_PROMPT_PARAMS[endpoint],
         )
     if asked is not None:
         if asked > rest:
@@ -116,14 +143,14 @@ def _max_tokens(endpoint: Endpoint, params: Params, prompt_len: int, limit: int)
                 param=name,
             )
         return asked
-    return max(rest if endpoint == "chat" else min(rest, _DEFAULT_COMPLETION_TOKENS), 1)
+    return max(min(rest, _DEFAULT_COMPLETION_TOKENS) if endpoint == "completions" else rest, 1)
 
 
 def _samplings(
     params: Params,
     text: TextModel,
     max_tokens: int,
-    bias: tuple[tuple[int, float], ...],
+    masks: _Masks,
     prompt_index: int,
     entropy: int,
 ) -> list[SamplingParams]:
@@ -151,11 +178,15 @@ def _samplings(
                 presence_penalty=params.presence_penalty,
                 frequency_penalty=params.frequency_penalty,
                 repetition_penalty=_given(params.repetition_penalty, defaults.get("repetition_penalty", 1.0)),
-                logit_bias=bias,
+                logit_bias=masks.bias,
                 min_tokens=min(params.min_tokens, max_tokens),
                 stop_token_ids=tuple(dict.fromkeys(params.stop_token_ids)),
                 ignore_eos=params.ignore_eos,
                 num_logprobs=params.num_logprobs,
+                num_prompt_logprobs=params.num_prompt_logprobs,
+                allowed_token_ids=masks.allowed,
+                bad_token_ids=masks.bad,
+                grammar=masks.grammar,
             )
         )
     return found
@@ -176,12 +207,39 @@ def _given(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
+@dataclass(frozen=True, slots=True)
+class _Masks:
+    """What is the same for all outputs of a job."""
+
+    bias: tuple[tuple[int, float], ...]
+    allowed: tuple[int, ...]
+    bad: tuple[tuple[int, ...], ...]
+    grammar: str
+
+
+def _masks(params: Params, text: TextModel, num_logits: int, shape: Shape) -> _Masks:
+    for name, ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids),
+    ):
+        for token_id in ids:
+            if token_id >= num_logits:
+                raise RequestError(f"{name}: expected ids below {num_logits} but got {token_id}", param=name)
+    allowed = tuple(sorted(set(params.allowed_token_ids)))
+    return _Masks(_logit_bias(params, num_logits), allowed, _bad_ids(params, text), shape.grammar)
+
+
+def _bad_ids(params: Params, text: TextModel) -> tuple[tuple[int, ...], ...]:
+    """A word as it is spelt at the beginning of a text and behind a space."""
+    spelt = (
+        tuple(text.encode(f"{space}{word.lstrip()}", add_special_tokens=False))
+        for word in params.bad_words
+        for space in ("", " ")
+    )
+    return tuple(dict.fromkeys(ids for ids in spelt if ids))
+
+
 def _logit_bias(params: Params, num_logits: int) -> tuple[tuple[int, float], ...]:
-    for token_id in params.stop_token_ids:
-        if token_id >= num_logits:
-            raise RequestError(
-                f"stop_token_ids: expected ids below {num_logits} but got {token_id}", param="stop_token_ids"
-            )
     pairs: dict[int, float] = {}
     for key, value in params.logit_bias.items():
         if not (key.isascii() and key.isdecimal() and len(key) < 12) or int(key) >= num_logits:

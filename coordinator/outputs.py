@@ -18,11 +18,12 @@ from types import TracebackType
 from typing import Self
 
 from contracts.errors import BatonError, DeadlineError, Fault
-from contracts.request import Finished, GenerateRequest, Timings, Token
+from contracts.request import Finished, GenerateRequest, PromptLogprob, Timings, Token
 from coordinator.backend import Backend
 from coordinator.errors_http import as_baton_error
 from coordinator.job import Job, OutputPlan
 from coordinator.metrics import Metrics
+from coordinator.reading import ThoughtCount
 from engine.text.detokenizer import Detokenizer
 from engine.text.stops import StopMatcher
 from engine.text.tokenizer import TextModel
@@ -36,6 +37,7 @@ class End:
     """How an output ended. `stop_reason`: the stop string or stop token id, None for EOS and length.
 
     `num_cached_tokens`, `timings` None: unknown, because a stop string ended the output before that was told.
+    `num_thought_tokens`: those of the reasoning.
     """
 
     reason: str
@@ -43,11 +45,14 @@ class End:
     stop_reason: str | int | None = None
     num_cached_tokens: int | None = 0
     timings: Timings | None = None
+    num_thought_tokens: int = 0
 
 
 @dataclass(slots=True)
 class Piece:
     """A stretch of one output: its text, the tokens drawn in it, tokens drawn so far, and maybe the end.
+
+    `prompt`: what the model thought of the prompt, in the first piece, if asked for.
 
     With stop strings the text may lag behind the tokens; none of either is ever lost.
     """
@@ -56,6 +61,7 @@ class Piece:
     tokens: list[Token] = field(default_factory=list)
     num_tokens: int = 0
     end: End | None = None
+    prompt: tuple[PromptLogprob, ...] = ()
 
     @property
     def text(self) -> str:
@@ -66,6 +72,7 @@ class Piece:
         self.tokens += other.tokens
         self.num_tokens = other.num_tokens
         self.end = other.end
+        self.prompt += other.prompt
 
 
 class OutputText:
@@ -73,7 +80,10 @@ class OutputText:
 
     def __init__(self, plan: OutputPlan, request: GenerateRequest, job: Job, text: TextModel) -> None:
         params, sampling = job.params, request.sampling
-        self._detokenizer = Detokenizer(text, request.prompt_ids, params.skip_special_tokens)
+        shown_ids = job.reading.shown_ids
+        self._detokenizer = Detokenizer(text, request.prompt_ids, params.skip_special_tokens, shown_ids)
+        self._thoughts = ThoughtCount(job.reading)
+        self._is_prompt_only = plan.is_prompt_only
         self._stops = StopMatcher(params.stop, params.include_stop_str_in_output)
         self._stop_ids = frozenset(sampling.stop_token_ids)
         # A token that ends the output is counted and listed but is not text.
@@ -85,24 +95,33 @@ class OutputText:
         self.num_tokens = 0
 
     def push(self, token: Token) -> Piece:
-        """The piece for one token; its `end` is set if a stop string is complete."""
+        """The piece for one token; its `end` is set if a stop string is complete, or nothing was to be generated."""
+        if self._is_prompt_only:
+            return Piece([self._echoed("")], end=End("length", 0), prompt=token.prompt)
         self.num_tokens += 1
         fresh = "" if token.token_id in self._silent_ids else self._detokenizer.push(token.token_id)
+        self._thoughts.push(fresh)
         shown = self._stops.push(fresh, can_stop=self.num_tokens > self._min_tokens)
         stop = self._stops.matched
-        end = None if stop is None else End("stop", self.num_tokens, stop, None)
-        return Piece([self._echoed(shown)], [token], self.num_tokens, end)
+        end = None if stop is None else self._end("stop", stop, None)
+        return Piece([self._echoed(shown)], [token], self.num_tokens, end, token.prompt)
 
     def finish(self, finished: Finished) -> Piece:
         """The last piece, when the engine ended the output. What was held back comes out."""
         tail = self._stops.push(self._detokenizer.flush(), can_stop=self.num_tokens >= self._min_tokens)
         stop = self._stops.matched
-        if stop is not None:  # completed by the replacement of a broken character at the very end
-            end = End("stop", self.num_tokens, stop, finished.num_cached_tokens, finished.timings)
-            return Piece([self._echoed(tail)], [], self.num_tokens, end)
-        stop_id = finished.stop_token_id if finished.stop_token_id in self._stop_ids else None
-        end = End(finished.reason, self.num_tokens, stop_id, finished.num_cached_tokens, finished.timings)
-        return Piece([self._echoed(tail + self._stops.flush())], [], self.num_tokens, end)
+        if stop is None:
+            tail += self._stops.flush()
+            stop_id = finished.stop_token_id if finished.stop_token_id in self._stop_ids else None
+            end = self._end(finished.reason, stop_id, finished.num_cached_tokens, finished.timings)
+        else:  # completed by the replacement of a broken character at the very end
+            end = self._end("stop", stop, finished.num_cached_tokens, finished.timings)
+        return Piece([self._echoed(tail)], [], self.num_tokens, end)
+
+    def _end(
+        self, reason: str, stop: str | int | None, num_cached: int | None, timings: Timings | None = None
+    ) -> End:
+        return End(reason, self.num_tokens, stop, num_cached, timings, self._thoughts.num_tokens)
 
     def _echoed(self, shown: str) -> str:
         echo, self._echo = self._echo, ""

@@ -12,6 +12,7 @@ from typing import Any
 
 from contracts.errors import ContextLengthError, RequestError, UnsupportedError
 from coordinator.schema import ChatParams, CompletionParams, shown
+from coordinator.tools import Tools, told_in_text
 from engine.text.tokenizer import TextModel
 
 MAX_MESSAGES = 10_000
@@ -21,29 +22,39 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`echo_text` stands before the output if the client asked for it."""
+    """`echo_text` stands before the output if the client asked for it. `tail`: the end of a rendered chat."""
 
     ids: tuple[int, ...]
     echo_text: str = ""
+    tail: str = ""
+
+
+_TAIL_CHARS = 64
 
 
 def chat_prompt(
-    text: TextModel, messages: list[dict[str, Any]], params: ChatParams, max_tokens: int
+    text: TextModel,
+    messages: list[dict[str, Any]],
+    params: ChatParams,
+    max_tokens: int,
+    tools: Tools | None = None,
 ) -> Prompt:
     """Raises RequestError from the template, ContextLengthError before tokenising what cannot fit."""
     if text.template is None:
         raise UnsupportedError(
             "messages: this model has no chat template; use /v1/completions", param="messages"
         )
+    is_native = text.template.uses_tools
     rendered = text.render(
-        messages,
+        messages if is_native else told_in_text(messages, tools),
         add_generation_prompt=params.add_generation_prompt,
         continue_final_message=params.continue_final_message,
+        tools=list(tools.shown) if tools is not None and is_native else None,
         kwargs=params.chat_template_kwargs,
     )
     echoes = params.echo and messages[-1]["role"] == "assistant"
     ids = _encode(text, rendered, params.add_special_tokens, max_tokens, "messages")
-    return Prompt(ids, messages[-1]["content"] if echoes else "")
+    return Prompt(ids, messages[-1]["content"] if echoes else "", rendered[-_TAIL_CHARS:])
 
 
 def completion_prompts(

@@ -24,10 +24,14 @@ from contracts.errors import RequestError, UnsupportedError
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000
 MAX_TOP_LOGPROBS = 20
+MAX_MASKED = 128 * 1024
 _MAX_SHOWN = 60
 _MAX_SPELLED = 64
 _LIKENESS = 0.85  # `stops` is like `stop`, `top_a` is not like `top_p`
-_READ_ELSEWHERE = ("messages", "prompt", "tool_choice", "modalities", "response_format")
+_READ_ELSEWHERE = (
+    "messages", "prompt", "tools", "tool_choice", "parallel_tool_calls", "modalities", "response_format",
+    "structured_outputs",
+)  # fmt: skip
 
 
 def _as_list(value: Any) -> Any:
@@ -36,6 +40,7 @@ def _as_list(value: Any) -> Any:
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Word = Annotated[str, Field(min_length=1, max_length=200)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
@@ -81,6 +86,8 @@ class Params(BaseModel):
     min_tokens: int = Field(0, ge=0)
     max_tokens: int | None = Field(None, ge=1)
     logit_bias: dict[str, Bias] = Field({}, max_length=4096)
+    allowed_token_ids: Annotated[list[TokenId], FailFast(), Field(min_length=1, max_length=MAX_MASKED)] = []
+    bad_words: Annotated[list[Word], FailFast(), Field(max_length=128)] = []
     skip_special_tokens: bool = True
     return_tokens_as_token_ids: bool = False
     cache_salt: str = Field("", max_length=128, pattern=r"^[^@/\\\x00]*$")
@@ -103,6 +110,10 @@ class Params(BaseModel):
     def num_logprobs(self) -> int | None:
         """Alternatives wanted per token; None: no logprobs at all."""
         raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return None
 
     @property
     def includes_timings(self) -> bool:
@@ -130,6 +141,7 @@ class ChatParams(Params):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = Field({}, max_length=64)
+    include_reasoning: bool = True
 
     @property
     def token_limit(self) -> tuple[str, int | None]:
@@ -154,10 +166,14 @@ class CompletionParams(Params):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives wanted per token of the prompt: with `echo` it is listed like the output."""
+        return self.logprobs if self.echo else None
+
 
 # Field -> values that ask for nothing, and so may pass. Any other value is refused.
 _REFUSED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
     "functions": ([],),
     "function_call": ("none",),
     "audio": (),
@@ -165,15 +181,12 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "prompt_logprobs": (),
     "logprob_token_ids": ([],),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "truncate_prompt_tokens": (),
     "documents": ([],),
     "chat_template": (),
     "mm_processor_kwargs": ({},),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -232,13 +245,13 @@ def parse_completion(body: dict[str, Any]) -> CompletionParams:
     """Raises RequestError naming the first field that is wrong, UnsupportedError for one that is not built."""
     if body.get("logprobs") is False:
         body = {**body, "logprobs": None}
+    if body.get("tools"):
+        raise UnsupportedError("tools: only chats have tools", param="tools")
     params = _validated(CompletionParams, body)
     if params.best_of is not None and params.best_of > 1:
         raise UnsupportedError("best_of: only 1 is supported", param="best_of")
     if params.max_tokens == 0 and not params.echo:
         raise RequestError("max_tokens: expected at least 1 (0 only with echo) but got 0", param="max_tokens")
-    if params.echo and params.logprobs is not None:
-        raise UnsupportedError("echo: not supported together with logprobs", param="echo")
     return params
 
 
@@ -260,14 +273,10 @@ def _validated(kind: type[AnyParams], body: dict[str, Any]) -> AnyParams:
 
 
 def _refuse_unbuilt(body: dict[str, Any]) -> None:
-    _check_response_format(body.get("response_format"))
     for name, inert in _REFUSED.items():
         value = body.get(name)
         if value is not None and not any(type(value) is type(item) and value == item for item in inert):
             raise UnsupportedError(f"{name}: not supported by this server", param=name)
-    choice = body.get("tool_choice")
-    if choice not in (None, "none", "auto"):
-        raise RequestError("tool_choice: expected tools beside it", param="tool_choice")
     modalities = body.get("modalities")
     if modalities not in (None, [], ["text"]):
         raise UnsupportedError("modalities: only text is supported", param="modalities")
@@ -283,22 +292,6 @@ def _refuse_misspelt(kind: type[Params], body: dict[str, Any]) -> None:
     for key in islice(unknown, _MAX_SPELLED):
         if len(key) <= _MAX_SHOWN and (close := get_close_matches(key, kind.model_fields, 1, _LIKENESS)):
             raise RequestError(f"{key}: unknown field; did you mean {close[0]}?", param=key)
-
-
-def _check_response_format(value: Any) -> None:
-    if value is None:
-        return
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "text":
-        return
-    if kind in ("json_object", "json_schema", "structural_tag", "grammar"):
-        raise UnsupportedError(
-            f"response_format: {kind} is not supported by this server", param="response_format"
-        )
-    raise RequestError(
-        f"response_format: expected type text, json_object or json_schema but got {shown(kind)}",
-        param="response_format",
-    )
 
 
 def _explained(error: ValidationError) -> RequestError:

@@ -10,6 +10,7 @@ from typing import Any
 from contracts.errors import RequestError
 from coordinator.prompts import chat_prompt, completion_prompts, read_messages, read_prompts
 from coordinator.schema import parse_chat, parse_completion, shown
+from coordinator.tools import read_tools
 from engine.text.tokenizer import TextModel
 
 
@@ -25,7 +26,7 @@ def tokenize(body: dict[str, Any], text: TextModel, max_tokens: int) -> dict[str
             param="return_token_strs",
         )
     if body.get("messages") is not None:
-        ids = chat_prompt(text, read_messages(body), parse_chat(body), max_tokens).ids
+        ids = chat_prompt(text, read_messages(body), parse_chat(body), max_tokens, read_tools(body)).ids
     else:
         prompts = read_prompts(body, text.vocab_size, 1, max_tokens)
         ids = completion_prompts(text, prompts, parse_completion(body), max_tokens)[0].ids

@@ -80,7 +80,7 @@ class DecodePhase:
             if is_full or self._preempted or self._is_sitting_out or request.request_id in self._here:
                 return None
             known = (*request.prompt_ids, *request.output_ids)
-            hold = self._pool.acquire(request.request_id, known, len(known) + 1, state, request.salt)
+            hold = self._pool.acquire(request.request_id, known, len(known) + 1, state, request.cache_key)
             if hold is not None:
                 self._here[request.request_id] = hold
             return hold
@@ -136,7 +136,7 @@ class DecodePhase:
                 works.append(Work(seq, 1, wants_token=True))
             elif not self._pool.can_ever_hold(seq.num_tokens):
                 reason = f"{seq.num_tokens} tokens do not fit {self._pool.num_blocks} blocks"
-                self._emit([self._end(seq, error=OverloadedError(reason))])
+                self._emit([self._end(seq, OverloadedError(reason))])
             elif len(self.running) > 1:
                 self._preempt(self.running.pop())
             else:
@@ -156,13 +156,12 @@ class DecodePhase:
             seq.append(token.token_id)
             self._pool.publish(seq.hold, seq.token_ids, seq.num_computed)
             events.append(TokenEvent(seq.request_id, token))
-            finished = self._ends.finished(seq)
-            if finished is not None:
-                events.append(self._end(seq, finished=finished))
+            if (end := self._ends.end(seq)) is not None:
+                events.append(self._end(seq, end))
         return events
 
     def fail(self, works: list[Work], error: BatonError) -> list[Event]:
-        return [self._end(work.seq, error=error) for work in works]
+        return [self._end(work.seq, error) for work in works]
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
@@ -176,16 +175,14 @@ class DecodePhase:
             self._preempted[seq.request_id] = seq
         self._recompute(seq)
 
-    def _end(
-        self, seq: Sequence, finished: Finished | None = None, error: BatonError | None = None
-    ) -> EndEvent:
+    def _end(self, seq: Sequence, end: Finished | BatonError) -> EndEvent:
         self.running.remove(seq)
         seq.is_ended = True
         if seq.hold is not None:
             self._pool.release(seq.hold)
         with self._lock:
             self._here.pop(seq.request_id, None)
-        return EndEvent(seq.request_id, finished, error)
+        return EndEvent.of(seq.request_id, end)
 
     def _prune(self) -> None:
         for request_id, entry in list(self._here.items()):

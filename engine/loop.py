@@ -53,6 +53,10 @@ class EndEvent:
     finished: Finished | None = None
     error: BatonError | None = None
 
+    @classmethod
+    def of(cls, request_id: str, end: Finished | BatonError) -> EndEvent:
+        return cls(request_id, end) if isinstance(end, Finished) else cls(request_id, error=end)
+
 
 Event = TokenEvent | EndEvent
 Emit = Callable[[list[Event]], None]
@@ -119,7 +123,7 @@ class Executor(Protocol):
     """The model; engine.runner.Runner."""
 
     def execute(self, items: list[StepItem]) -> torch.Tensor:
-        """Write KV of all items; logits [number of items with want_logits, V] float32, in item order."""
+        """Write KV of all items; logits [sum of the items' num_logits, V] float32, in item order."""
 
 
 class Drawer(Protocol):
@@ -267,15 +271,31 @@ class StepLoop:
                 work.seq.num_computed,
                 work.seq.block_ids,
                 work.wants_token,
+                work.seq.wants_prompt_logprobs,
             )
             for work in works
         ]
         logits = self._runner.execute(items)
+        if any(item.want_all_logits for item in items):
+            logits = self._read_prompts(works, items, logits)
         tokens = self._sampler.sample(logits, [work.seq.sampling_row() for work in works if work.wants_token])
         for work in works:
             work.seq.num_computed += work.num_tokens
         self._num_drawn += len(tokens)
         return tokens
+
+    @staticmethod
+    def _read_prompts(works: list[Work], items: list[StepItem], logits: torch.Tensor) -> torch.Tensor:
+        """Note what the model thought of prompt tokens; the logits that are left are those to draw from."""
+        drawn: list[int] = []
+        row = 0
+        for work, item in zip(works, items, strict=True):
+            if item.want_all_logits:
+                work.seq.read_prompt(logits[row : row + item.num_logits])
+            row += item.num_logits
+            if work.wants_token:
+                drawn.append(row - 1)
+        return logits[drawn]
 
     def _run_commands(self) -> None:
         while True:

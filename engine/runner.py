@@ -21,12 +21,20 @@ MAX_PADDING = 2
 
 @dataclass(frozen=True, slots=True)
 class StepItem:
-    """One sequence's share of a step: new `token_ids` at positions `start` …; `block_ids` cover them and all before."""
+    """One sequence's share of a step: new `token_ids` at positions `start` …; `block_ids` cover them and all before.
+
+    `want_logits`: of the last token; `want_all_logits`: of each.
+    """
 
     token_ids: Sequence[int]
     start: int
     block_ids: Sequence[int]
     want_logits: bool
+    want_all_logits: bool = False
+
+    @property
+    def num_logits(self) -> int:
+        return len(self.token_ids) if self.want_all_logits else int(self.want_logits)
 
 
 class Runner:
@@ -48,7 +56,7 @@ class Runner:
 
     @torch.no_grad()
     def execute(self, items: Sequence[StepItem]) -> Tensor:
-        """Run all items as one step: logits [number of wanted, V] float32, in item order.
+        """Run all items as one step: logits [sum of num_logits, V] float32, in item order.
 
         Raises EngineError if an item has no token, too few blocks, or goes past the model's context.
         """
@@ -79,8 +87,7 @@ class Runner:
             tokens += item.token_ids
             positions += range(item.start, end)
             blocks += [item.block_ids[position // size] for position in range(item.start, end)]
-            if item.want_logits:
-                wanted.append(len(tokens) - 1)
+            wanted += range(len(tokens) - item.num_logits, len(tokens))
             if len(item.token_ids) == 1:
                 decodes.append((low, item))
             else:

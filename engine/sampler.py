@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from contracts.errors import EngineError
 from contracts.request import SamplingParams, Token
+from engine.text.grammar import GrammarState
 
 MIN_LOGPROB = -9999.0  # stands for -inf, which JSON cannot carry
 
@@ -27,24 +28,28 @@ _NUCLEUS_GUESS = 512  # tokens that hold top_p of the mass in all but flat distr
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """How to draw one row: `position` in the output, the output's token counts, and the prompt's tokens
-    (needed only if there is a repetition penalty)."""
+    """How to draw one row: `position` in the output, the output's token counts, the prompt's tokens (needed only if
+    there is a repetition penalty), the output itself (only for bad token sequences), and where its grammar stands."""
 
     params: SamplingParams
     position: int
     output_counts: Mapping[int, int] = field(default_factory=dict)
     prompt_ids: AbstractSet[int] = frozenset()
+    output_ids: Sequence[int] = ()
+    grammar: GrammarState | None = None
 
     @property
     def is_plain(self) -> bool:
         """Drawn from the raw logits: no penalty, bias or mask."""
         p = self.params
         return (
-            not p.logit_bias
+            self.grammar is None
+            and not (p.logit_bias or p.allowed_token_ids or p.bad_token_ids)
             and self.position >= p.min_tokens
             and (p.presence_penalty, p.frequency_penalty, p.repetition_penalty) == (0.0, 0.0, 1.0)
         )
@@ -105,12 +110,37 @@ class Sampler:
         for token_id, bias in params.logit_bias:
             if 0 <= token_id < num_vocab:
                 scores[token_id] += bias
+        return self._masked(scores, row)
+
+    def _masked(self, scores: Floats, row: SamplingRow) -> Floats:
+        """`scores`, -inf where a token is barred. What bars all of what is left is passed over: some token has to
+        come. The grammar is asked first, so it is never what is passed over.
+        """
+        params, num_vocab = row.params, len(scores)
+        if row.grammar is not None:
+            scores = np.where(self._grammar_mask(row.grammar, num_vocab, params.ignore_eos), scores, -np.inf)
+        if params.allowed_token_ids:
+            barred = np.ones(num_vocab, dtype=np.bool_)
+            barred[_ids(params.allowed_token_ids, num_vocab)] = False
+            scores = _without(scores, barred)
+        if bad := _bad_ids(params.bad_token_ids, row.output_ids):
+            scores = _without(scores, _ids(bad, num_vocab))
         if row.position < params.min_tokens:
-            masked = scores.copy()
-            masked[_ids((*self._eos_ids, *params.stop_token_ids), num_vocab)] = -np.inf
-            # A mask that leaves nothing to draw from is no mask: some token has to come.
-            scores = masked if np.isfinite(masked.max()) else scores
+            scores = _without(scores, _ids((*self._eos_ids, *params.stop_token_ids), num_vocab))
         return scores
+
+    def _grammar_mask(self, grammar: GrammarState, num_vocab: int, ignore_eos: bool) -> Mask:
+        """[V]: what may come next. Where the output may end, with any EOS; ends that are ignored only if all else is
+        barred."""
+        mask = np.zeros(num_vocab, dtype=np.bool_)
+        allowed = grammar.allowed()[:num_vocab]
+        mask[: len(allowed)] = allowed
+        eos_ids = _ids(self._eos_ids, num_vocab)
+        may_end = grammar.may_end
+        mask[eos_ids] = False
+        if may_end and not (ignore_eos and mask.any()):
+            mask[eos_ids] = True
+        return mask
 
 
 def choose(scores: Floats, params: SamplingParams, position: int) -> int:
@@ -176,15 +206,47 @@ def _nucleus(weights: Floats, top_p: float) -> Ids:
         count = min(count * 16, len(weights))
 
 
+def _without(scores: Floats, barred: Ids | Mask) -> Floats:
+    masked = scores.copy()
+    masked[barred] = -np.inf
+    return masked if np.isfinite(masked.max()) else scores
+
+
+def _bad_ids(sequences: Sequence[tuple[int, ...]], output_ids: Sequence[int]) -> set[int]:
+    """The last tokens of those sequences whose other tokens have just been drawn."""
+    return {
+        sequence[-1]
+        for sequence in sequences
+        if len(sequence) == 1 or tuple(output_ids[-(len(sequence) - 1) :]) == sequence[:-1]
+    }
+
+
 def _ids(token_ids: AbstractSet[int] | Sequence[int], num_vocab: int) -> Ids:
     """Ascending, distinct, and only those that the model has: a client may name any number."""
     return np.array(sorted({t for t in token_ids if 0 <= t < num_vocab}), dtype=np.int64)
+
+
+def logprobs_of(
+    logits: torch.Tensor, token_ids: Sequence[int], count: int
+) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+    """For each row of logits [T, V]: the logprob of its token, and the `count` best as (token_id, logprob)."""
+    rows = logits.cpu().numpy()
+    with np.errstate(over="ignore", invalid="raise", divide="ignore"):
+        return [
+            _row_logprobs(row.astype(np.float64), token_id, count)
+            for row, token_id in zip(rows, token_ids, strict=True)
+        ]
 
 
 def _with_logprobs(raw: Floats, row: SamplingRow, token_id: int) -> Token:
     count = row.params.num_logprobs
     if count is None:
         return Token(row.position, token_id)
+    logprob, top = _row_logprobs(raw, token_id, count)
+    return Token(row.position, token_id, logprob, top)
+
+
+def _row_logprobs(raw: Floats, token_id: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
     highest = float(raw.max())
     log_sum = highest + math.log(float(np.exp(raw - highest).sum()))
     top: tuple[tuple[int, float], ...] = ()
@@ -192,7 +254,7 @@ def _with_logprobs(raw: Floats, row: SamplingRow, token_id: int) -> Token:
         ids = _top(raw, min(count, len(raw)))
         ranked = ids[np.argsort(-raw[ids], kind="stable")]
         top = tuple((int(t), _clamped(float(raw[t]) - log_sum)) for t in ranked)
-    return Token(row.position, token_id, _clamped(float(raw[token_id]) - log_sum), top)
+    return _clamped(float(raw[token_id]) - log_sum), top
 
 
 def _clamped(logprob: float) -> float:

@@ -11,11 +11,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
-from contracts.errors import ConfigError
-from contracts.request import Finished, GenerateRequest, SamplingParams, Token
+import torch
+
+from contracts.errors import BatonError, ConfigError
+from contracts.request import Finished, GenerateRequest, PromptLogprob, SamplingParams, Token
 from engine.blocks import Hold
-from engine.sampler import SamplingRow
+from engine.sampler import SamplingRow, logprobs_of
+from engine.text.grammar import GrammarState
 
 
 class Sequence:
@@ -23,11 +27,15 @@ class Sequence:
 
     `arrival_s` (monotonic) decides who is oldest. `num_cached_tokens` is what the client is told: the prompt tokens
     that were not computed for it. `is_ended` is set with the terminal event or the cancellation, never unset.
+
+    `grammar` comes as it stands behind `output_ids`, and follows the tokens from here on.
     """
 
     __slots__ = (
+        "_prompt_logprobs",
         "_prompt_set",
         "arrival_s",
+        "grammar",
         "hold",
         "is_ended",
         "num_cached_tokens",
@@ -38,10 +46,16 @@ class Sequence:
     )
 
     def __init__(
-        self, request: GenerateRequest, hold: Hold | None = None, arrival_s: float | None = None
+        self,
+        request: GenerateRequest,
+        hold: Hold | None = None,
+        arrival_s: float | None = None,
+        grammar: GrammarState | None = None,
     ) -> None:
+        assert (grammar is not None) == bool(request.sampling.grammar), request.request_id
         self.request = request
         self.hold = hold
+        self.grammar = grammar
         self.arrival_s = time.monotonic() if arrival_s is None else arrival_s
         self.token_ids: list[int] = [*request.prompt_ids, *request.output_ids]
         self.output_counts: Counter[int] = Counter(request.output_ids)
@@ -49,6 +63,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.is_ended = False
         self._prompt_set: frozenset[int] | None = None
+        self._prompt_logprobs: list[PromptLogprob] = [PromptLogprob()]
 
     def __repr__(self) -> str:
         return f"Sequence({self.request_id}, {self.num_computed}/{self.num_tokens} tokens)"
@@ -90,10 +105,33 @@ class Sequence:
             self._prompt_set = frozenset(self.request.prompt_ids)
         return self._prompt_set
 
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether logits of prompt tokens are still to be read; never again once the first token is out."""
+        return self.sampling.num_prompt_logprobs is not None and self.num_outputs == 0
+
+    def read_prompt(self, logits: torch.Tensor) -> None:
+        """Logits [n, V] of the n tokens from `num_computed` on: each tells of the token after it."""
+        count = self.sampling.num_prompt_logprobs
+        assert count is not None
+        following = self.token_ids[self.num_computed + 1 : self.num_computed + 1 + len(logits)]
+        found = logprobs_of(logits[: len(following)], following, count)
+        self._prompt_logprobs += [PromptLogprob(logprob, top) for logprob, top in found]
+
+    def told(self, token: Token) -> Token:
+        """The first token, with the prompt's logprobs if they were asked for."""
+        if self.sampling.num_prompt_logprobs is None or token.index > 0:
+            return token
+        # Nothing of such a prompt comes out of the cache: GenerateRequest.cache_key.
+        assert len(self._prompt_logprobs) == self.num_prompt, (self, len(self._prompt_logprobs))
+        return replace(token, prompt=tuple(self._prompt_logprobs))
+
     def append(self, token_id: int) -> None:
         """Add the token just drawn; it has no KV yet."""
         self.token_ids.append(token_id)
         self.output_counts[token_id] += 1
+        if self.grammar is not None:
+            self.grammar.advance(token_id)
 
     def take_over(self, first_token: Token, num_cached_tokens: int = 0) -> None:
         """Go on from a handoff: KV of all known tokens is in `hold`, and `first_token` is drawn and sent."""
@@ -106,7 +144,12 @@ class Sequence:
         """What the sampler needs to draw the next token."""
         penalised = self.sampling.repetition_penalty != 1.0
         return SamplingRow(
-            self.sampling, self.num_outputs, self.output_counts, self.prompt_set if penalised else frozenset()
+            self.sampling,
+            self.num_outputs,
+            self.output_counts,
+            self.prompt_set if penalised else frozenset(),
+            self.token_ids[self.num_prompt :] if self.sampling.bad_token_ids else (),
+            self.grammar,
         )
 
 
@@ -122,6 +165,12 @@ class EndRules:
         self._eos_ids = frozenset(eos_token_ids)
         self._max_model_len = max_model_len
 
+    def end(self, seq: Sequence) -> Finished | BatonError | None:
+        """How `seq` ends with its last token, or None: it goes on. An error is the grammar's: it can go no further."""
+        if seq.grammar is not None and (error := seq.grammar.error) is not None:
+            return error
+        return self.finished(seq)
+
     def finished(self, seq: Sequence) -> Finished | None:
         """The terminal event if the last token of `seq` was its last one, else None.
 
@@ -129,6 +178,9 @@ class EndRules:
         token of the request's `stop_token_ids`; it is None for the model's own EOS.
         """
         params, token_id = seq.sampling, seq.token_ids[-1]
+        if seq.grammar is not None and token_id in self._eos_ids:
+            # Drawn only where the grammar lets it be, and, if it is to be ignored, where nothing else may follow.
+            return Finished("stop", seq.num_cached_tokens)
         if seq.num_outputs > params.min_tokens:
             if token_id in params.stop_token_ids:
                 return Finished("stop", seq.num_cached_tokens, stop_token_id=token_id)

@@ -200,7 +200,7 @@ class PrefillPhase:
         if job.sink is None and self._pool.can_ever_hold(num_tokens + 1):
             num_tokens += 1  # room for the token drawn here, or decode might preempt it again at once
         hold = self._pool.acquire(
-            seq.request_id, seq.token_ids, num_tokens, HoldState.RUNNING, seq.request.salt
+            seq.request_id, seq.token_ids, num_tokens, HoldState.RUNNING, seq.request.cache_key
         )
         if hold is None:
             return False
@@ -235,20 +235,20 @@ class PrefillPhase:
     def _complete(self, job: _Job, token: Token) -> list[Event]:
         """All is computed and `token` drawn: the end, the handoff, or on to decode."""
         seq = job.seq
-        finished = self._ends.finished(seq)
-        events: list[Event] = [TokenEvent(seq.request_id, token)]
-        if finished is not None:
+        end = self._ends.end(seq)
+        events: list[Event] = [TokenEvent(seq.request_id, seq.told(token))]
+        if end is not None:
             seq.is_ended = True
-            events.append(EndEvent(seq.request_id, finished))
+            events.append(EndEvent.of(seq.request_id, end))
         if job.sink is not None:
             self._leave(job)
             self._emit(events)
-            if finished is None:
+            if end is None:
                 job.sink.finish(HandoffState(token, seq.num_cached_tokens))
             else:
                 job.sink.abort()
             return []
-        if finished is not None:
+        if end is not None:
             self._release(job)
         else:
             self._adopt(seq)

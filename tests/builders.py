@@ -104,9 +104,9 @@ class FakeRunner:
             error, self.error = self.error, None
             raise error
         rows = [
-            next_logits(self.read(item.block_ids, item.start + len(item.token_ids)))
+            next_logits(self.read(item.block_ids, item.start + end))
             for item in items
-            if item.want_logits
+            for end in range(len(item.token_ids) - item.num_logits + 1, len(item.token_ids) + 1)
         ]
         return torch.tensor(rows, dtype=torch.float32).reshape(len(rows), NUM_VOCAB)
 

@@ -41,6 +41,7 @@ ALLOWED = {
 # file or folder -> what it alone may import beyond its floor
 RESTRICTED = {
     "engine/kernels/": {"triton"},
+    "engine/text/grammar.py": {"llguidance"},
     "engine/embedded.py": {"huggingface_hub"},  # only when a user names a hub id
     "kvtransfer/pages.py": {"xxhash"},
     "kvtransfer/ucx.py": {"ucxx"},

@@ -12,6 +12,9 @@ there, which opens the handoff. IN_HANDOFF lasts while the prefill worker holds 
 prompt: it ends the handoff itself, or its connection ends (EOF, silence of `transfer.peer_timeout_s`), or the
 coordinator cancels when the request's own deadline has passed.
 
+A request with a grammar enters the engine when the grammar is compiled, on a thread; decode begins that with the
+reservation, so that it is done long before the KV arrives.
+
 An entry owns what its request holds here: blocks, the incoming or outgoing handoff, the lease timer. All methods run
 on the event loop; what belongs to the engine thread goes there by `StepLoop.submit`.
 """
@@ -48,6 +51,7 @@ from contracts.request import GenerateRequest
 from engine.blocks import BlockPool, Hold, HoldState
 from engine.loop import EndEvent, Event, StepLoop, TokenEvent
 from engine.sequence import Sequence
+from engine.text.grammar import GrammarState, LazyGrammars
 from kvtransfer.endpoint import KvEndpoint
 from kvtransfer.incoming import Incoming, Outcome
 from kvtransfer.outgoing import Outgoing, OutgoingResult
@@ -69,6 +73,7 @@ class _Entry:
     hold: Hold | None = None  # decode side, until the engine owns it
     incoming: Incoming | None = None
     outgoing: Outgoing | None = None
+    seq: Sequence | None = None  # prefill side, once the engine has it
     lease: asyncio.TimerHandle | None = None
     is_in_engine: bool = False
 
@@ -77,13 +82,21 @@ class Desk:
     """Commands in, events out."""
 
     def __init__(
-        self, loop: StepLoop, phases: Phases, pool: BlockPool, kv: KvEndpoint, on_freed: Callable[[], None]
+        self,
+        loop: StepLoop,
+        phases: Phases,
+        pool: BlockPool,
+        kv: KvEndpoint,
+        grammars: LazyGrammars,
+        on_freed: Callable[[], None],
     ) -> None:
         """`on_freed` is called whenever a request has left: somebody may be waiting for its room."""
         self._engine = loop
         self._phases = phases
         self._pool = pool
         self._kv = kv
+        self._grammars = grammars
+        self._compiling: set[asyncio.Task[None]] = set()
         self._on_freed = on_freed
         self._entries: dict[str, _Entry] = {}
         self._holders: defaultdict[str, list[asyncio.Future[None]]] = defaultdict(list)
@@ -118,6 +131,7 @@ class Desk:
                 on_done=lambda result: self._arrived(request.request_id, result),
             )
         reply.send(Reserved(request.request_id, hold.num_cached_tokens))
+        self._with_grammar(entry, lambda _grammar: None)  # compiled once, and kept
 
     def prefill(self, command: Prefill, reply: Reply) -> None:
         """Start to compute: into the request's own reservation, or for the ticket's target."""
@@ -129,14 +143,18 @@ class Desk:
         if entry is not None:
             _end(reply, request.request_id, RequestError(f"request {request.request_id} is here already"))
             return
-        seq = Sequence(request)
         entry = _Entry(request, reply, is_in_engine=True)
         # Now, and not with the first chunk: the target must know that the request is in line here.
         outgoing = entry.outgoing = self._kv.open(
-            command.ticket, command.skip_tokens, lambda result: self._handed_off(entry, seq, result)
+            command.ticket, command.skip_tokens, lambda result: self._handed_off(entry, result)
         )
         self._entries[request.request_id] = entry
-        self._engine.submit(lambda: self._phases.prefill.add(seq, outgoing, None))
+
+        def start(grammar: GrammarState | None) -> None:
+            seq = entry.seq = Sequence(request, grammar=grammar)
+            self._engine.submit(lambda: self._phases.prefill.add(seq, outgoing, None))
+
+        self._with_grammar(entry, start)
 
     def cancel(self, request_id: str) -> None:
         """Forget a request in any state; its blocks are free as soon as nothing can touch them."""
@@ -163,6 +181,8 @@ class Desk:
         for request_id, entry in list(self._entries.items()):
             _end(entry.reply, request_id, error)
             self.cancel(request_id)
+        for task in self._compiling:
+            task.cancel()
 
     async def hold(self, request_id: str, timeout_s: float) -> None:
         """Returns when the request has ended here (or never shows up within `timeout_s`)."""
@@ -225,12 +245,16 @@ class Desk:
             self._end_reserved(request_id, result)
             return
         hold = entry.hold
-        self._enter_engine(entry)
-        seq = Sequence(entry.request, hold=hold)
-        seq.take_over(result.first_token, num_cached_tokens=result.num_cached_tokens)
-        self._engine.submit(lambda: self._phases.decode.adopt(seq))
 
-    def _handed_off(self, entry: _Entry, seq: Sequence, result: OutgoingResult) -> None:
+        def start(grammar: GrammarState | None) -> None:
+            self._enter_engine(entry)
+            seq = Sequence(entry.request, hold=hold, grammar=grammar)
+            seq.take_over(result.first_token, num_cached_tokens=result.num_cached_tokens)
+            self._engine.submit(lambda: self._phases.decode.adopt(seq))
+
+        self._with_grammar(entry, start)
+
+    def _handed_off(self, entry: _Entry, result: OutgoingResult) -> None:
         request_id = entry.request.request_id
         error = result.error
         self._engine.submit(lambda: self._phases.prefill.handed_off(request_id, error))
@@ -240,7 +264,8 @@ class Desk:
         self._forget(request_id)
         if error is None:
             self.num_handoffs += 1
-            done = HandedOff(request_id, result.num_bytes, result.exposed_s, seq.num_cached_tokens)
+            num_cached = entry.seq.num_cached_tokens if entry.seq is not None else 0
+            done = HandedOff(request_id, result.num_bytes, result.exposed_s, num_cached)
             _try_send(entry.reply, done)
         else:
             self.num_handoff_failures += 1
@@ -268,10 +293,35 @@ class Desk:
                 HandoffError(f"request {request.request_id} has no reservation here"),
             )
             return
-        hold = entry.hold
-        self._enter_engine(entry)
-        seq = Sequence(entry.request, hold=hold)
-        self._engine.submit(lambda: self._phases.prefill.add(seq, None, hold))
+        hold, known = entry.hold, entry
+
+        def start(grammar: GrammarState | None) -> None:
+            self._enter_engine(known)
+            seq = Sequence(request, hold=hold, grammar=grammar)
+            self._engine.submit(lambda: self._phases.prefill.add(seq, None, hold))
+
+        self._with_grammar(entry, start)
+
+    def _with_grammar(self, entry: _Entry, start: Callable[[GrammarState | None], None]) -> None:
+        """Call `start` at once, or when the request's grammar is compiled, unless the request is gone by then."""
+        if not entry.request.sampling.grammar:
+            start(None)
+            return
+        task = asyncio.create_task(self._compile(entry, start))
+        self._compiling.add(task)
+        task.add_done_callback(self._compiling.discard)
+
+    async def _compile(self, entry: _Entry, start: Callable[[GrammarState | None], None]) -> None:
+        request = entry.request
+        try:
+            grammar = await asyncio.to_thread(
+                self._grammars.behind, request.sampling.grammar, request.output_ids
+            )
+        except BatonError as error:
+            self._end_reserved(request.request_id, error)
+            return
+        if self._entries.get(request.request_id) is entry:
+            start(grammar)
 
     def _enter_engine(self, entry: _Entry) -> None:
         """From here on the engine thread owns the blocks and the lease is over."""
@@ -290,6 +340,7 @@ class Desk:
         )
 
     def _end_reserved(self, request_id: str, error: BatonError) -> None:
+        """End a request that is not in the engine yet."""
         entry = self._entries.get(request_id)
         if entry is not None:
             self.cancel(request_id)

@@ -45,6 +45,8 @@ from engine.model import Model
 from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.sequence import EndRules
+from engine.text.grammar import LazyGrammars
+from engine.text.tokenizer import load_text
 from engine.weights import LoadedModel, load_model, resolve_dtype
 from kvtransfer.endpoint import KvEndpoint
 from worker.chunks import ChunkSizer
@@ -125,7 +127,9 @@ class Worker:
             self._secret,
         )
         kv_port = await self._kv.start(host)
-        self._desk = Desk(self._engine, self._phases, self._pool, self._kv, self._publish_soon)
+        grammars = LazyGrammars(lambda: load_text(model_path))
+        await asyncio.to_thread(grammars.warm)
+        self._desk = Desk(self._engine, self._phases, self._pool, self._kv, grammars, self._publish_soon)
         self._kv.on_peers_changed = self._publish_status
         self._server = ChannelServer(self._hello, self._secret, self._serve)
         port = await self._server.start(host)

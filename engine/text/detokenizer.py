@@ -22,10 +22,15 @@ class Detokenizer:
     """
 
     def __init__(
-        self, text: TextModel, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
+        self,
+        text: TextModel,
+        prompt_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
+        """`shown_ids`: special tokens that are text all the same."""
         self._text = text
-        self._hidden = text.special_ids if skip_special_tokens else frozenset()
+        self._hidden = text.special_ids - shown_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         tail = b"".join(map(text.token_bytes, prompt_ids[-_MAX_CHAR_BYTES:]))
         self._decoder.decode(_unfinished(tail))

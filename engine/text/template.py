@@ -23,11 +23,23 @@ from contracts.errors import ConfigError, RequestError
 _RUNTIME_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _END_OF_FINAL = "\x00final\x00"
 _PROBE = "Zq7probe"
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _PROBE,
+        "description": "",
+        "parameters": {"type": "object", "properties": {}, "required": []},
+    },
+}
 _MAX_MESSAGE = 500
 
 
 class ChatTemplate:
-    """One compiled template. `wants_parts`: it reads content as a list of parts, not as a string."""
+    """One compiled template.
+
+    `wants_parts`: it reads content as a list of parts, not as a string. `uses_tools`: it tells the model of tools.
+    `thinks`: it knows of reasoning between `<think>` and `</think>`.
+    """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         env = ImmutableSandboxedEnvironment(
@@ -38,11 +50,14 @@ class ChatTemplate:
         env.globals["strftime_now"] = _strftime_now
         self.source = source
         self._special_tokens = special_tokens
+        self.wants_parts = False
         try:
             self._template = env.from_string(source)
         except TemplateSyntaxError as error:
             raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
         self.wants_parts = not self._shows(_PROBE) and self._shows([{"type": "text", "text": _PROBE}])
+        self.uses_tools = "tools" in source and self._shows("hi", [_PROBE_TOOL])
+        self.thinks = "</think>" in source
 
     def render(
         self,
@@ -90,11 +105,14 @@ class ChatTemplate:
             )
         return head
 
-    def _shows(self, content: Any) -> bool:
-        """A functional test: the text of a user's message must appear in the prompt."""
+    def _shows(self, content: Any, tools: list[dict[str, Any]] | None = None) -> bool:
+        """A functional test: the text of a user's message, or a tool's name, must appear in the prompt."""
+        if self.wants_parts and isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        messages = [{"role": "user", "content": content}]
         try:
             return _PROBE in self._template.render(
-                {**self._special_tokens, "messages": [{"role": "user", "content": content}], "tools": None}
+                {**self._special_tokens, "messages": messages, "tools": tools, "add_generation_prompt": True}
             )
         except (TemplateError, *_RUNTIME_ERRORS):
             return False

@@ -84,6 +84,11 @@ class TextModel:
         text = b"".join(self._bytes[i] for i in ids if i not in hidden).decode("utf-8", "replace")
         return text.removeprefix(" ") if self._strips_space else text
 
+    def token_id(self, piece: str) -> int | None:
+        """The id of a token that is spelt exactly so, special ones included."""
+        found: int | None = self._tokenizer.token_to_id(piece)
+        return found
+
     def token_bytes(self, token_id: int) -> bytes:
         """The id's own bytes, possibly part of a character; empty for an id without text (padding)."""
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""

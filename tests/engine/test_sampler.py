@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from contracts.errors import EngineError
 from contracts.request import SamplingParams, Token
-from engine.sampler import MIN_LOGPROB, Sampler, SamplingRow, uniform
+from engine.sampler import MIN_LOGPROB, Sampler, SamplingRow, logprobs_of, uniform
+from engine.text.grammar import Grammars, regex_grammar
+from tests.engine.text.builders import make_text
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 RANDOM = SamplingParams(max_tokens=8)
@@ -163,6 +165,63 @@ def test_minus_infinity_leaves_as_a_number() -> None:
     assert support([0.0, -math.inf, 0.0], RANDOM) == {0, 2}
 
 
+def test_only_allowed_tokens_are_drawn() -> None:
+    assert draw([3.0, 1.0, 2.0], replace(GREEDY, allowed_token_ids=(1, 2, 999))).token_id == 2
+    assert support([0.0] * 4, replace(RANDOM, allowed_token_ids=(0, 3))) == {0, 3}
+
+
+def test_a_bad_sequence_bars_its_last_token_behind_the_others_only() -> None:
+    params = replace(GREEDY, bad_token_ids=((2,), (0, 3)))
+    logits = [0.0, 1.0, 9.0, 5.0]
+    assert draw(logits, params, output_ids=[1]).token_id == 3
+    assert draw(logits, params, output_ids=[1, 0]).token_id == 1
+
+
+def test_masks_that_leave_nothing_are_passed_over() -> None:
+    params = replace(GREEDY, allowed_token_ids=(1,), bad_token_ids=((1,),))
+    assert draw([3.0, 1.0, 2.0], params).token_id == 1
+
+
+TEXT = make_text()
+EOS = 257
+
+
+def grammar_draw(pattern: str, output: str, favourite: int, **params: object) -> int:
+    """The token drawn behind `output` by a model that wants `favourite`, then EOS, then lower ids."""
+    grammar = Grammars(TEXT).compile(regex_grammar(pattern))
+    for byte in output.encode():
+        grammar.advance(byte)
+    logits = torch.arange(260, 0, -1, dtype=torch.float32)[None]
+    logits[0, EOS], logits[0, favourite] = 500.0, 1000.0
+    row = SamplingRow(replace(GREEDY, **params), len(output), grammar=grammar)  # type: ignore[arg-type]
+    return Sampler((EOS,)).sample(logits, [row])[0].token_id
+
+
+def test_a_grammar_bars_what_it_does_not_know_and_the_end_before_its_time() -> None:
+    assert grammar_draw("ab+", "", ord("b")) == ord("a")
+    assert grammar_draw("ab+", "a", ord("x")) == ord("b")
+    assert grammar_draw("ab+", "ab", ord("x")) == EOS
+    assert grammar_draw("ab+", "ab", ord("b")) == ord("b")
+
+
+def test_a_grammar_outranks_every_other_mask() -> None:
+    assert grammar_draw("ab+", "", 0, allowed_token_ids=(ord("b"),)) == ord("a")
+    assert grammar_draw("ab", "ab", 0, min_tokens=9) == EOS
+    assert grammar_draw("ab+", "ab", 0, min_tokens=9) == ord("b")
+
+
+def test_an_end_that_is_ignored_still_comes_where_nothing_else_may() -> None:
+    assert grammar_draw("ab+", "ab", 0, ignore_eos=True) == ord("b")
+    assert grammar_draw("ab", "ab", 0, ignore_eos=True) == EOS
+
+
+def test_logprobs_of_given_tokens_are_those_of_a_draw() -> None:
+    logits = torch.tensor([[math.log(p) for p in (0.1, 0.4, 0.2, 0.3)]] * 2)
+    (logprob, top), (other, _) = logprobs_of(logits, [2, 1], 2)
+    assert (logprob, other) == (pytest.approx(math.log(0.2)), pytest.approx(math.log(0.4)))
+    assert [token_id for token_id, _ in top] == [1, 3]
+
+
 ANY_PARAMS = st.builds(
     SamplingParams,
     max_tokens=st.just(8),
@@ -178,6 +237,8 @@ ANY_PARAMS = st.builds(
     min_tokens=st.sampled_from([0, 4]),
     stop_token_ids=st.sampled_from([(), (2,)]),
     num_logprobs=st.sampled_from([None, 0, 2]),
+    allowed_token_ids=st.sampled_from([(), (3, 4, 5)]),
+    bad_token_ids=st.sampled_from([(), ((4,), (5, 3))]),
 )
 ANY_ROW = st.builds(
     SamplingRow,

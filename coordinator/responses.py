@@ -1,0 +1,157 @@
+"""`POST /v1/responses`, the part that needs no memory: its body as a chat's, and what an answer repeats of it.
+
+    input, instructions ─► messages      tools, text.format, max_output_tokens ─► the chat's own fields
+
+What would need a store (previous_response_id, conversation, background) is refused; `store` is accepted and never done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from contracts.errors import RequestError, UnsupportedError
+from coordinator.schema import shown
+
+_SAME = (
+    "model", "temperature", "top_p", "stream", "parallel_tool_calls", "seed", "stop", "min_p", "top_k", "cache_salt",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos", "min_tokens",
+    "stop_token_ids", "structured_outputs", "chat_template_kwargs", "include_reasoning",
+)  # fmt: skip
+_REFUSED = ("previous_response_id", "conversation", "prompt", "context_management", "max_tool_calls")
+_CHAT_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text",
+}
+_CALL_TYPES = ("function_call", "function_call_output", "reasoning", "message", None)
+
+
+def chat_body(body: dict[str, Any]) -> dict[str, Any]:
+    """The same request as a chat. Raises RequestError, UnsupportedError naming the field as this endpoint does."""
+    for name in _REFUSED:
+        if body.get(name) is not None:
+            raise UnsupportedError(f"{name}: not supported by this server, which stores nothing", param=name)
+    for name, inert in (("background", (None, False)), ("truncation", (None, "disabled"))):
+        if body.get(name) not in inert:
+            raise UnsupportedError(f"{name}: only {inert[1]!r} is supported", param=name)
+    if body.get("top_logprobs") or body.get("include") not in (None, [], ["reasoning.encrypted_content"]):
+        name = "top_logprobs" if body.get("top_logprobs") else "include"
+        raise UnsupportedError(f"{name}: not supported by this server", param=name)
+    chat = {name: body[name] for name in _SAME if body.get(name) is not None}
+    chat["messages"] = _messages(body)
+    chat["max_completion_tokens"] = body.get("max_output_tokens")
+    chat["tools"] = _tools(body.get("tools"))
+    chat["tool_choice"] = _tool_choice(body.get("tool_choice"))
+    chat["response_format"] = _format(body.get("text"))
+    return chat
+
+
+@contextmanager
+def named_as_responses() -> Iterator[None]:
+    """A chat's errors, with the names that this endpoint has for its fields."""
+    try:
+        yield
+    except RequestError as error:
+        name = _CHAT_NAMES.get(error.param or "")
+        if name is not None:
+            error.message, error.param = error.message.replace(str(error.param), name, 1), name
+        raise
+
+
+def mirror(body: dict[str, Any]) -> dict[str, Any]:
+    """What an answer says of its request."""
+    text = body.get("text")
+    return {
+        "instructions": body.get("instructions"),
+        "max_output_tokens": body.get("max_output_tokens"),
+        "metadata": body.get("metadata") or {},
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+        "previous_response_id": None,
+        "reasoning": body.get("reasoning") or {"effort": None, "summary": None},
+        "store": False,
+        "temperature": body.get("temperature"),
+        "text": text if isinstance(text, dict) and text.get("format") else {"format": {"type": "text"}},
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "top_p": body.get("top_p"),
+        "truncation": "disabled",
+        "user": body.get("user"),
+    }
+
+
+def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
+    instructions, source = body.get("instructions"), body.get("input")
+    if not isinstance(instructions, str | None):
+        raise RequestError(f"instructions: expected text but got {shown(instructions)}", param="instructions")
+    messages = [] if not instructions else [{"role": "system", "content": instructions}]
+    if isinstance(source, str) and source:
+        return [*messages, {"role": "user", "content": source}]
+    if not isinstance(source, list) or not source:
+        raise RequestError(f"input: expected text or a list of items but got {shown(source)}", param="input")
+    for i, item in enumerate(source):
+        _add(messages, item, f"input[{i}]")
+    return messages
+
+
+def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
+    kind = item.get("type") if isinstance(item, dict) else item
+    if not isinstance(item, dict) or kind not in _CALL_TYPES:
+        raise UnsupportedError(
+            f"{where}: expected a message, a function_call or its output but got {shown(kind)}", param="input"
+        )
+    if kind == "reasoning":
+        return
+    if kind == "function_call":
+        call = {"id": item.get("call_id"), "type": "function", "function": _picked(item, "name", "arguments")}
+        if messages and messages[-1].get("tool_calls"):  # calls of one turn are one message
+            messages[-1]["tool_calls"].append(call)
+        else:
+            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+    elif kind == "function_call_output":
+        message = {"role": "tool", "content": item.get("output")}
+        call_id = item.get("call_id")
+        messages.append({**message, "tool_call_id": call_id} if call_id is not None else message)
+    else:
+        messages.append(_picked(item, "role", "content"))
+
+
+def _picked(item: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: item.get(name) for name in names}
+
+
+def _tools(value: Any) -> Any:
+    """Functions are flat here, and nested in a chat."""
+    if not isinstance(value, list):
+        return value
+    found = []
+    for i, tool in enumerate(value):
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            kind = tool.get("type") if isinstance(tool, dict) else tool
+            raise UnsupportedError(
+                f"tools[{i}]: only function is supported but got {shown(kind)}", param="tools"
+            )
+        function = {key: item for key, item in tool.items() if key != "type" and item is not None}
+        found.append({"type": "function", "function": function})
+    return found
+
+
+def _tool_choice(value: Any) -> Any:
+    if isinstance(value, dict) and value.get("type") == "function":
+        return {"type": "function", "function": _picked(value, "name")}
+    return value
+
+
+def _format(value: Any) -> Any:
+    if value is None:
+        return None
+    kind = value.get("format") if isinstance(value, dict) else value
+    if kind is None:
+        return None
+    if not isinstance(kind, dict):
+        raise RequestError(f"text.format: expected an object but got {shown(kind)}", param="text")
+    if kind.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": _picked(kind, "name", "schema", "strict")}
+    return {"type": kind.get("type")}

@@ -1,0 +1,212 @@
+"""What an output must follow, as a grammar: written down once, compiled anywhere, followed token by token.
+
+    JSON Schema, regex, choice, EBNF, tool calls ──► source (travels) ──► Grammars.compile ──► GrammarState
+                                                                            (one per output)
+
+The source is all that crosses a process: every worker compiles it for itself and replays the tokens that are out
+already, so a handoff, a preemption or a fail-over needs no state. The work is done by llguidance: a few milliseconds to
+compile, some tens of microseconds per mask, both bounded by its own fuel; see docs/decisions.md.
+
+EOS is no token of a grammar here: a model may have several, and the matcher knows one.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from numpy.typing import NDArray
+
+from contracts.errors import BatonError, EngineError, RequestError
+from engine.text.tokenizer import TextModel
+
+MAX_SOURCE_BYTES = 256 * 1024
+NUM_KEPT = 256  # compiled grammars; a few hundred kB each at most, usually far less
+
+# Between JSON's parts a space, or a line end and its indentation. With more freedom some models write nothing else.
+_JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"( |\n[ \t]{0,24})?", "lenient": False}
+_MAX_MESSAGE = 400
+
+
+def json_grammar(schema: dict[str, Any]) -> str:
+    """One JSON value of this schema; keys come in its order."""
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS))  # type: ignore[arg-type]
+
+
+def regex_grammar(pattern: str) -> str:
+    """The whole output matches `pattern` (Rust's syntax: no look-around, no back-references)."""
+    return str(LLMatcher.grammar_from_regex(pattern))
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """Exactly one of `choices`."""
+    return lark_grammar("start: " + " | ".join(map(json.dumps, choices)))
+
+
+def ebnf_grammar(text: str) -> str:
+    """GBNF (a rule named `root`) or Lark (a rule named `start`). Raises RequestError for what is neither."""
+    try:
+        return lark_grammar(any_to_lark(text))
+    except (GbnfToLarkError, ValueError, LookupError, TypeError, AssertionError, RecursionError) as error:
+        raise RequestError(f"grammar: expected GBNF or Lark but: {str(error)[:_MAX_MESSAGE]}") from error
+
+
+def lark_grammar(text: str) -> str:
+    """llguidance's dialect of Lark: JSON Schemas inline (`%json`), special tokens by id (`<[7]>`)."""
+    return str(LLMatcher.grammar_from_lark(text))
+
+
+def inline_json(schema: dict[str, Any]) -> str:
+    """A schema as it stands inside `lark_grammar`."""
+    return "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
+
+
+class GrammarState:
+    """Where one output stands in its grammar. Not thread-safe; the engine thread's.
+
+    `error` is set when the grammar cannot be followed any further (its own limits); from then on only EOS may come.
+    """
+
+    __slots__ = ("_eos_ids", "_matcher", "_vocab_size", "error")
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+        self.error: BatonError | None = None
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """[vocab_size]: the tokens that may come next, whether or not the output may end here instead."""
+        if self.error is None:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            if not self._has_failed():
+                mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+                mask[list(self._eos_ids)] = False
+                return mask
+        return np.zeros(self._vocab_size, dtype=np.bool_)
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the output so far is complete, or no more can be said of it."""
+        return self.error is not None or self._matcher.is_accepting()
+
+    def advance(self, token_id: int) -> None:
+        """Follow one token of the output. One that is not allowed sets `error`."""
+        if token_id not in self._eos_ids and self.error is None:
+            self._matcher.consume_token(token_id)
+            self._has_failed()
+
+    def copy(self) -> GrammarState:
+        return GrammarState(self._matcher.deep_copy(), self._vocab_size, self._eos_ids)
+
+    def _has_failed(self) -> bool:
+        if self._matcher.is_error():
+            reason = self._matcher.get_error().strip()[:_MAX_MESSAGE]
+            self.error = RequestError(f"the output cannot follow its grammar any further: {reason}")
+        return self.error is not None
+
+
+class Grammars:
+    """Compiles for one model, and keeps what it compiled. Safe to call from any thread; a call may take milliseconds.
+
+    The first call makes the model's token tree: some tenths of a second (see LazyGrammars.warm).
+    """
+
+    def __init__(self, text: TextModel) -> None:
+        self._text = text
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._kept: OrderedDict[str, GrammarState] = OrderedDict()
+
+    def compile(self, source: str) -> GrammarState:
+        """The state before the first token. Raises RequestError for what is no grammar, or too large a one."""
+        if len(source) > MAX_SOURCE_BYTES:
+            raise RequestError(
+                f"expected a grammar of at most {MAX_SOURCE_BYTES} bytes but got {len(source)}"
+            )
+        with self._lock:
+            state = self._kept.get(source)
+            if state is None:
+                state = self._kept[source] = self._compiled(source)
+                if len(self._kept) > NUM_KEPT:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(source)
+            return state.copy()
+
+    def _compiled(self, source: str) -> GrammarState:
+        if self._tokenizer is None:
+            self._tokenizer = LLTokenizer(_wrapped(self._text))
+        limits = LLParserLimits(verbose_errors=False)
+        state = GrammarState(
+            LLMatcher(self._tokenizer, source, log_level=0, limits=limits),
+            self._text.vocab_size,
+            self._text.eos_ids,
+        )
+        # The first mask shows what compiling does not: states that explode, tokens that cannot spell it.
+        if state._has_failed() or not (state.allowed().any() or state.may_end) or state.error is not None:
+            reason = state._matcher.get_error().strip()[:_MAX_MESSAGE] or "no token can begin it"
+            raise RequestError(f"expected a grammar that an output can follow but: {reason}")
+        return state
+
+
+class LazyGrammars:
+    """`Grammars` of a model whose tokenizer is read by `warm`; safe from any thread.
+
+    NOTE: reading a tokenizer holds the interpreter for a second or more, during which no stream gets a token and no
+    heartbeat leaves: whoever serves calls `warm` before it serves.
+    """
+
+    def __init__(self, load: Callable[[], TextModel]) -> None:
+        self._load = load
+        self._lock = threading.Lock()
+        self._grammars: Grammars | None = None
+        self._failure: str | None = None
+
+    def warm(self) -> None:
+        """Read the tokenizer, once. A model without one serves all the same, just no grammars."""
+        with self._lock:
+            if self._grammars is not None or self._failure is not None:
+                return
+            try:
+                grammars = Grammars(self._load())
+                grammars.compile(regex_grammar("a?"))
+                self._grammars = grammars
+            except (OSError, BatonError) as error:
+                self._failure = str(error)
+
+    def behind(self, source: str, token_ids: Sequence[int]) -> GrammarState:
+        """The state behind these tokens of an output. Raises RequestError as `Grammars.compile` does, EngineError if
+        this model's tokenizer cannot be read.
+        """
+        self.warm()
+        if self._grammars is None:
+            raise EngineError(f"expected a tokenizer beside the weights but: {self._failure}")
+        state = self._grammars.compile(source)
+        for token_id in token_ids:
+            state.advance(token_id)
+        return state
+
+
+class _Vocabulary:
+    """A `TextModel` in the form that llguidance reads."""
+
+    def __init__(self, text: TextModel) -> None:
+        self._text = text
+        self.tokens = [text.token_bytes(i) for i in range(text.vocab_size)]
+        self.special_token_ids = sorted(text.special_ids | text.eos_ids)
+        self.eos_token_id = min(text.eos_ids, default=0)
+        self.bos_token_id = text.bos_id
+
+    def __call__(self, data: bytes | str) -> list[int]:
+        source = data if isinstance(data, str) else data.decode("utf-8", "replace")
+        return self._text.encode(source, add_special_tokens=False)
+
+
+def _wrapped(text: TextModel) -> TokenizerWrapper:
+    return TokenizerWrapper(_Vocabulary(text))
