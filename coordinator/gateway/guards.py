@@ -127,6 +127,8 @@ class Guards:
                 return await work()
         except RequestError:
             raise
+        except RecursionError as error:  # a guard that walks through what a client has nested
+            raise RequestError("expected JSON but it is nested too deeply") from error
         except Exception as error:  # somebody else's code: the request ends with it
             raise Fault(f"guard {path} failed: {type(error).__name__}: {error}") from error
 
