@@ -159,9 +159,8 @@ class Runner:
                     await self._room(tasks, stop)
                     if cancelled.is_set() or _is_late(batch):
                         return True
-                    if self._drain.is_draining:
-                        return False
-                    tasks.add(asyncio.create_task(self._run_line(batch, line)))
+                    if not self._drain.is_draining:  # else only those at work go on
+                        tasks.add(asyncio.create_task(self._run_line(batch, line)))
             while tasks and not cancelled.is_set():
                 finished, _ = await asyncio.wait({*tasks, stop}, return_when=asyncio.FIRST_COMPLETED)
                 _collect(tasks, finished)

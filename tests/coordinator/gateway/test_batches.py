@@ -158,6 +158,31 @@ async def test_a_batch_goes_on_after_a_restart_with_the_lines_that_are_not_done(
         assert not s.backend.requests
 
 
+async def test_a_drain_waits_for_the_lines_at_work_and_begins_no_other(tmp_path: Path) -> None:
+    go, both = asyncio.Event(), asyncio.Event()
+    begun: list[GenerateRequest] = []
+
+    def script(request: GenerateRequest) -> list[Step]:
+        begun.append(request)
+        if len(begun) == 2:
+            both.set()
+        return [go, 72, 105]
+
+    async with gateway_service(script, folder=tmp_path, batch_concurrency=2) as s:
+        batch_id = await start(s, jsonl(*(line(f"r{i}", str(i)) for i in range(5))))
+        async with asyncio.timeout(SOON_S):
+            await both.wait()
+        draining = asyncio.create_task(s.drain.drain(SOON_S))
+        go.set()
+        assert await draining == 0
+        batch = await until(s, batch_id, lambda batch: batch["request_counts"]["completed"] == 2)
+        assert batch["status"] == "in_progress"
+        assert len(s.backend.requests) == 2
+    async with gateway_service(reply("Hi"), folder=tmp_path) as s:
+        assert (await ended(s, batch_id))["request_counts"]["completed"] == 5
+        assert len(s.backend.requests) == 3
+
+
 async def test_a_cancelled_batch_ends_at_once_and_keeps_what_is_done(tmp_path: Path) -> None:
     never = asyncio.Event()
 
