@@ -122,7 +122,7 @@ class Gateway:
                 caller = Caller()
             else:
                 caller = self.keys.caller(Headers(scope=scope).get("authorization"))
-        needed = "batch" if is_below(scope["path"], _BATCH) else "inference"
+        needed = "batch" if is_below(route_path(scope), _BATCH) else "inference"
         if needed not in caller.scopes:
             raise PermissionDenied(
                 f"expected a key with the scope {needed!r} but it has {list(caller.scopes)}"
@@ -172,7 +172,7 @@ class GatewayScope:
         self._on_error = on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
+        path = route_path(scope)
         if scope["type"] != "http" or path in _OPEN or is_below(path, ("/debug",)):
             await self._app(scope, receive, send)
             return
@@ -200,7 +200,7 @@ class _Exchange:
         self._app = app
         self._on_error = on_error
         self._scope = scope
-        self._endpoint: str = scope["path"]
+        self._endpoint = route_path(scope)
         self._context = RequestContext(
             caller,
             settings.limits_of(caller.tenant),
@@ -337,6 +337,12 @@ def state_dir(config: BatonConfig) -> Path:
     """Where this server keeps what outlives it. Not made here."""
     given = config.gateway.state_dir
     return Path(given).expanduser() if given else cache_dir() / "state" / str(config.server.port)
+
+
+def route_path(scope: Scope) -> str:
+    """The path that routes are found by: without the prefix that Serve or a proxy has mounted the application under."""
+    path: str = scope.get("path", "")
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def is_below(path: str, roots: tuple[str, ...]) -> bool:

@@ -37,6 +37,7 @@ from sqlalchemy import (
     select,
     update,
 )
+from sqlalchemy.exc import OperationalError
 
 from contracts.errors import NotFoundError, PayloadTooLarge, RequestError
 from coordinator.gateway.records import UNFINISHED, BatchRecord, FileRecord, LineResult
@@ -96,7 +97,10 @@ class JobStore:
         self._lock: int | None = None
         self._engine = create_engine(f"sqlite:///{folder / 'jobs.db'}")
         event.listen(self._engine, "connect", _prepare)
-        _METADATA.create_all(self._engine)
+        try:
+            _METADATA.create_all(self._engine)
+        except OperationalError:  # another replica made the same tables at the same time
+            _METADATA.create_all(self._engine)
 
     def close(self) -> None:
         self._engine.dispose()

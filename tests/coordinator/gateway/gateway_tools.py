@@ -28,13 +28,18 @@ class GatewayService(Service):
 
 @asynccontextmanager
 async def gateway_service(
-    script: Script | None = None, *, folder: Path, server: dict[str, Any] | None = None, **settings: Any
+    script: Script | None = None,
+    *,
+    folder: Path,
+    server: dict[str, Any] | None = None,
+    root_path: str = "",
+    **settings: Any,
 ) -> AsyncIterator[GatewayService]:
     """`settings`: the gateway's. Leaves only when no request runs and no task of the gateway is left."""
     settings = {"state_dir": str(folder), **settings}
     backend, drain = FakeBackend(script), Drain()
     app = make_app(make_config(gateway=settings, server=server or {}), TEXT, backend, drain=drain)
-    transport = httpx.ASGITransport(app)
+    transport = httpx.ASGITransport(app, root_path=root_path)
     async with app.state.gateway.running(app):
         async with httpx.AsyncClient(transport=transport, base_url="http://baton") as client:
             yield GatewayService(client, backend, app.state.gateway, drain)

@@ -95,6 +95,19 @@ async def test_limits_are_told_and_kept(tmp_path: Path) -> None:
         assert (await s.client.get("/v1/models")).status_code == 200
 
 
+async def test_a_prefix_in_front_of_the_routes_is_no_way_around_the_gateway(tmp_path: Path) -> None:
+    [key] = write_keys(tmp_path / "keys.json", "acme")
+    settings: dict[str, Any] = {"keys_file": str(tmp_path / "keys.json"), "requests_per_minute": 1}
+    async with gateway_service(folder=tmp_path, root_path="/baton", **settings) as s:
+        assert (await s.client.get("/baton/health")).status_code == 200
+        assert (await s.client.post(f"/baton{URL}", json=CHAT)).status_code == 401
+        statuses = [
+            (await s.client.post(f"/baton{URL}", json=CHAT, headers=bearer(key))).status_code
+            for _ in range(2)
+        ]
+        assert statuses == [200, 429]
+
+
 async def test_tokens_are_refused_before_any_work_and_once_for_all_choices(tmp_path: Path) -> None:
     async with gateway_service(folder=tmp_path, tokens_per_minute=100) as s:
         too_long = await s.complete("x" * 101, max_tokens=1)
