@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from contracts.config_gateway import GatewayConfig
 from contracts.config_slo import SloConfig
 from contracts.errors import ConfigError
 
@@ -250,6 +251,9 @@ class BatonConfig(_Section):
     transfer: TransferConfig = Field(default_factory=TransferConfig, description="KV handoff.")
     slo: SloConfig = Field(default_factory=SloConfig, description="The two promises to users.")
     server: ServerConfig = Field(default_factory=ServerConfig, description="The HTTP edge.")
+    gateway: GatewayConfig = Field(
+        default_factory=GatewayConfig, description="Keys, limits, usage, batches, hooks. All off by default."
+    )
 
     @property
     def is_colocated(self) -> bool:
@@ -361,7 +365,7 @@ def _explain(detail: Any) -> str:
     if kind == "extra_forbidden":
         return f"{where}: unknown key{_suggestion(detail['loc'])}"
     if kind == "model_type" and where:
-        keys = (f"{where}.{key}" for key in _keys()[where])
+        keys = (f"{where}.{key}" for key in _keys().get(where, ()))
         expected = f"a section ({', '.join(keys)})"
     elif kind in _EXPECTED:
         bounds = {name: f"{value}".removesuffix(".0") for name, value in detail.get("ctx", {}).items()}

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from contracts.config import BatonConfig
+from contracts.config_gateway import type_text
 
 
 def reference() -> str:
@@ -35,6 +36,8 @@ def _row(key: str, field: FieldInfo) -> str:
 
 
 def _type_of(annotation: Any) -> str:
+    if (text := type_text(annotation)) is not None:
+        return text
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) is dict:

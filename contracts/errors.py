@@ -20,6 +20,8 @@
         ├── WorkerLostError     a worker or its connection died
         ├── HandoffError        KV could not be passed on; nothing wrong was computed
         ├── LeaseExpiredError   a reservation outlived its lease
+        ├── RateLimitError      the caller's own quota is used up                         429
+        ├── ConflictError       the same request is at work already                       409
         └── DeadlineError       a wait ended at its deadline                              504
 
 Status, OpenAI `type`, string `code` and the retry flag sit on the class; `coordinator/http` maps them in one place.
@@ -142,6 +144,20 @@ class HandoffError(TryAgain):
 
 class LeaseExpiredError(TryAgain):
     code = "lease_expired"
+
+
+class RateLimitError(TryAgain):
+    """The caller's quota, not our capacity; raised before any work."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+
+class ConflictError(TryAgain):
+    status = 409
+    type = "invalid_request_error"
+    code = "conflict"
 
 
 class DeadlineError(TryAgain):

@@ -35,7 +35,9 @@ SECONDS = (
 )
 TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 131072.0)
 
-ENDPOINTS = ("chat", "completions", "responses", "models", "health", "ready", "metrics", "debug", "other")
+ENDPOINTS = (
+    "chat", "completions", "responses", "models", "files", "batches", "health", "ready", "metrics", "debug", "other",
+)  # fmt: skip
 OUTCOMES = ("stop", "length", "cancelled", "error")
 ROUTES = ("remote", "local")
 BLOCK_STATES = ("free", "cached", "running", "reserved", "in_handoff", "quarantined")
@@ -82,6 +84,13 @@ METRICS: tuple[MetricSpec, ...] = (
         "Requests that went on elsewhere, by the code of the error that ended their attempt.",
         ("reason",),
     ),
+    MetricSpec(
+        "baton_guard_refusals_total", "counter", "Answers that an output guard ended, by code.", ("code",)
+    ),
+    MetricSpec(
+        "baton_usage_write_failures_total", "counter", "Writes of the usage ledger to be tried again."
+    ),
+    MetricSpec("baton_batch_lines_total", "counter", "Batch lines ended, by how.", ("outcome",)),
     MetricSpec("baton_worker_ready", "gauge", "1 if the worker is ready.", _WORKER),
     MetricSpec(
         "baton_worker_step_age_seconds", "gauge", "Since the last sign of life of the engine.", _WORKER

@@ -140,12 +140,13 @@ class Coordinator:
 
 
 @asynccontextmanager
-async def _lifespan(fleet: Fleet, pools: list[ServePool], drain: Drain, _app: FastAPI) -> AsyncIterator[None]:
+async def _lifespan(fleet: Fleet, pools: list[ServePool], drain: Drain, app: FastAPI) -> AsyncIterator[None]:
     """Follow the pools for as long as the replica lives."""
     for pool in pools:
         await pool.start()
-    yield
-    await drain.drain(0.0)
+    async with app.state.gateway.running(app):
+        yield
+        await drain.drain(0.0)
     await asyncio.gather(*(pool.close() for pool in pools))
     await fleet.close()
 

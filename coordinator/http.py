@@ -43,6 +43,8 @@ from coordinator.errors_http import (
     json_response,
     log_fault,
 )
+from coordinator.gateway.gateway import Gateway
+from coordinator.gateway.meter import MeteredBackend
 from coordinator.job import Endpoint, Job, check_num_choices, make_job
 from coordinator.metrics import CONTENT_TYPE, Metrics
 from coordinator.outputs import Outputs
@@ -64,12 +66,15 @@ _ENDPOINTS = {
     "/v1/completions": "completions",
     "/v1/responses": "responses",
     "/v1/models": "models",
+    "/v1/files": "files",
+    "/v1/batches": "batches",
     "/health": "health",
     "/ready": "ready",
     "/metrics": "metrics",
     "/debug/kv": "debug",
     "/debug/decisions": "debug",
 }
+_WITH_IDS = ("/v1/models", "/v1/files", "/v1/batches")
 
 Result = TypeVar("Result")
 
@@ -87,7 +92,9 @@ def make_app(
     `sees_clients` False: peers' addresses say nothing about clients (a proxy that hides them stands before
     this application), so /debug/* needs the admin key. `drain`: whoever stops the process ends the open requests by it.
     """
-    edge = Edge(config, text, backend, metrics or Metrics(), sees_clients, drain or Drain())
+    metrics, drain = metrics or Metrics(), drain or Drain()
+    gateway = Gateway(config, config.model.served_name or text.name, metrics, drain)
+    edge = Edge(config, text, MeteredBackend(backend), metrics, sees_clients, drain)
     app = FastAPI(
         title="Baton",
         openapi_url=None,  # its generator knows nothing of these routes; openapi.py does
@@ -106,10 +113,13 @@ def make_app(
             Route("/debug/kv", edge.debug_kv, methods=["GET"]),
             Route("/debug/decisions", edge.debug_decisions, methods=["GET"]),
             *openapi.routes(baton_version()),
+            *gateway.jobs.routes(),
         ],
     )
     app.add_exception_handler(BatonError, edge.on_error)
     app.add_exception_handler(HTTPException, edge.on_error)
+    app.state.gateway = gateway
+    gateway.install(app, edge.on_error)
     app.add_middleware(RequestScope, edge=edge)
     return app
 
@@ -185,11 +195,15 @@ class Edge:
         return self._answer("completions", params, prompts, shape)
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model_card()]})
+        names = (self._model, *self._config.gateway.aliases_of(self._model))
+        return json_response(
+            {"object": "list", "data": [{**self._model_card(), "id": name} for name in names]}
+        )
 
     async def model(self, request: Request) -> Response:
-        self._require_model(request.path_params["model_id"])
-        return json_response(self._model_card())
+        name = request.path_params["model_id"]
+        self._require_model(name)
+        return json_response({**self._model_card(), "id": name})
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request)
@@ -263,7 +277,7 @@ class Edge:
             self._require_model(params.model)
 
     def _require_model(self, name: str) -> None:
-        if name != self._model:
+        if self._config.gateway.aliases.get(name, name) != self._model:
             raise ModelNotFoundError(f"model: expected {self._model!r} but got {name[:100]!r}", param="model")
 
     def _model_card(self) -> dict[str, Any]:
@@ -315,7 +329,8 @@ async def off_loop(size: int, work: Callable[[], Result]) -> Result:
 def endpoint_of(scope: Scope) -> str:
     """The metric label of a path: a closed set, whatever clients ask for."""
     path: str = scope["path"]
-    return "models" if path.startswith("/v1/models/") else _ENDPOINTS.get(path, "other")
+    root = "/".join(path.split("/", 3)[:3])
+    return _ENDPOINTS[root] if root in _WITH_IDS else _ENDPOINTS.get(path, "other")
 
 
 def _request_id(scope: Scope) -> str:

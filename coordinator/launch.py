@@ -342,28 +342,30 @@ def _get(url: str) -> tuple[int, str]:
 
 def _summary(claim: Claim, stages: Stages) -> None:
     url = claim.url
-    model = _first_model(url)
+    model, needs_key = _first_model(url)
     print(f"\nBaton is ready after {stages.elapsed_s:.1f} s: {url}", flush=True)
-    print(f"  model    {model}")
+    print(f"  model    {'/v1/models tells, with a key' if needs_key else model}")
     for role, workers in sorted(_workers(url).items()):
         print(f"  {role:<8} {', '.join(workers)}")
-    body = json.dumps(
-        {"model": model, "messages": [{"role": "user", "content": "Say hello."}], "stream": True}
-    )
-    print(f"\n  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
-    if not is_loopback_host(claim.host):
+    named = {} if needs_key else {"model": model}  # without a name, the one model there is
+    body = json.dumps({**named, "messages": [{"role": "user", "content": "Say hello."}], "stream": True})
+    key = ' -H "Authorization: Bearer $KEY"' if needs_key else ""
+    print(f"\n  curl -N {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'")
+    if not is_loopback_host(claim.host) and not needs_key:
         print(
-            f"\nWhoever reaches {claim.host} can use it: this version has no API keys. /debug/* is closed to them."
+            f"\nWhoever reaches {claim.host} can use it: there are no API keys (gateway.keys_file). "
+            "/debug/* is closed to them."
         )
     print(f"\nCtrl-C or `make stop PORT={url.rsplit(':', 1)[1]}` stops it.", flush=True)
 
 
-def _first_model(url: str) -> str:
+def _first_model(url: str) -> tuple[str, bool]:
+    """(its name, whether a key is needed to learn it)."""
     status, body = _get(f"{url}/v1/models")
     with contextlib.suppress(ValueError, KeyError, IndexError, TypeError):
         if status == 200:
-            return str(json.loads(body)["data"][0]["id"])
-    return "unknown"
+            return str(json.loads(body)["data"][0]["id"]), False
+    return "unknown", status == 401
 
 
 def _workers(url: str) -> dict[str, list[str]]:

@@ -92,6 +92,15 @@ class Metrics:
     def continued(self, reason: str) -> None:
         self._counters["baton_continuations_total"].labels(reason).inc()
 
+    def guarded(self, code: str) -> None:
+        self._counters["baton_guard_refusals_total"].labels(code).inc()
+
+    def usage_unwritten(self) -> None:
+        self._counters["baton_usage_write_failures_total"].inc()
+
+    def batch_line(self, outcome: str) -> None:
+        self._counters["baton_batch_lines_total"].labels(outcome).inc()
+
 
 class _WorkerCollector(Collector):
     def __init__(self, workers: Callable[[], Iterable[WorkerStatus]]) -> None:

@@ -23,6 +23,7 @@ FOLDERS = (
     "kvtransfer",
     "worker",
     "benchmarks",
+    "examples",
     "prefill",
     "decode",
     "coordinator",

@@ -47,6 +47,8 @@ RESTRICTED = {
     "kvtransfer/ucx.py": {"ucxx"},
     "prefill/server.py": {"ray"},
     "decode/server.py": {"ray"},
+    "coordinator/gateway/usage.py": {"sqlalchemy"},  # the ledger goes into any database
+    "coordinator/gateway/store.py": {"sqlalchemy"},  # files and batches
     "coordinator/app.py": {"ray", "prefill", "decode", "worker.phases"},
     "coordinator/ending.py": {"ray"},
     "coordinator/handles.py": {"ray"},

@@ -1,0 +1,67 @@
+"""Who asks, and what one request has used: made by the middleware, read by the metered backend below the edge.
+
+    middleware: CURRENT.set(RequestContext) ─► edge ─► tasks inherit it ─► MeteredBackend counts into it ─► ledger
+
+A context variable carries it, so no route and no form has to know that there is a gateway.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from contracts.config_gateway import TenantLimits
+from coordinator.gateway.limits import TenantQuota
+
+DEFAULT_TENANT = "default"
+"""Everybody, while no keys are asked for."""
+SCOPES = ("inference", "batch")
+CALLER = "baton.caller"
+"""Key of an ASGI scope: the Caller. A client cannot set it; whoever runs a request inside the process may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks. `key_id` is public; empty without keys. `is_batch`: a line of a batch, run by ourselves."""
+
+    tenant: str = DEFAULT_TENANT
+    key_id: str = ""
+    scopes: tuple[str, ...] = SCOPES
+    is_batch: bool = False
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """One generation request. `deadline` is in the time of the event loop; None: the server's own alone.
+
+    `salt_prefix` separates the prefix caches of tenants, "" where there is only one.
+    """
+
+    caller: Caller
+    limits: TenantLimits
+    quota: TenantQuota
+    request_id: str = ""
+    deadline: float | None = None
+    salt_prefix: str = ""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    _seen: list[tuple[int, ...]] = field(default_factory=list)
+
+    def read(self, prompt_ids: tuple[int, ...], now: float) -> None:
+        """Charge a prompt, once however many outputs it has. Raises RateLimitError, RequestError: see TenantQuota."""
+        if any(ids is prompt_ids for ids in self._seen):
+            return
+        if not self.caller.is_batch:
+            self.quota.take_prompt(len(prompt_ids), now)
+        self._seen.append(prompt_ids)
+        self.num_prompt_tokens += len(prompt_ids)
+
+    def drew(self) -> None:
+        """One token came."""
+        self.num_output_tokens += 1
+        if not self.caller.is_batch:
+            self.quota.take_output(1)
+
+
+CURRENT: ContextVar[RequestContext | None] = ContextVar("baton_gateway", default=None)
