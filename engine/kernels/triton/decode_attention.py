@@ -110,7 +110,7 @@ def capped(scores: tl.tensor, cap: tl.tensor) -> tl.tensor:
     return tl.where(scores < 0.0, -size, size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "table_row"])
 def _decode(
     q: tl.tensor, kv: tl.tensor, scales: tl.tensor, table: tl.tensor, lens: tl.tensor, partial: tl.tensor,
     stats: tl.tensor, scale: float, cap: float, window: int, q_seq: int, q_head: int, kv_block: int, table_row: int,
@@ -173,7 +173,7 @@ def _decode(
         tl.store(stats + row * 2 + 1, total, mask=is_head)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _merge(
     partial: tl.tensor, stats: tl.tensor, out: tl.tensor, num_splits: int,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,

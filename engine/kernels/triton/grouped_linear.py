@@ -96,7 +96,7 @@ def _widened(
     return tl.trans(tl.reshape(values.to(COMPUTE), [BLOCK_N, COLUMNS]))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _product(
     x: tl.tensor, codes: tl.tensor, scales: tl.tensor, minima: tl.tensor, bias: tl.tensor, out: tl.tensor,
     num_tokens: int, num_outputs: int, num_groups: int, row_stride: int,

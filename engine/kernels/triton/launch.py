@@ -1,9 +1,12 @@
 """How a kernel starts, and what every wrapper needs to know about the device.
 
     wrapper: checks, picks tiles ──► launch ─┬─► runs        on a GPU, or on CPU tensors under TRITON_INTERPRET=1
-                                             └─► compiles    inside `aot.compiled`: for a GPU that is not there
+                                             └─► compiles    inside `aot.absent_gpu`: for a GPU that is not there
 
-So what is compiled ahead of time is what would be launched: same wrapper, same tiles, same specialization.
+What changes from step to step (lengths, starts, table widths) is not specialized: Triton would compile a kernel anew,
+for seconds, when such a number first is 1 or a multiple of 16.
+
+What is compiled ahead of time is what would be launched: same wrapper, same tiles, same specialization.
 """
 
 from __future__ import annotations

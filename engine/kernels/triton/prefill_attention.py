@@ -120,7 +120,7 @@ def _walk(
     return top, total, mixed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "start", "window"])
 def _prefill(
     q: tl.tensor, kv: tl.tensor, scales: tl.tensor, block_ids: tl.tensor, out: tl.tensor, num_tokens: int, start: int,
     scale: float, cap: float, window: int, q_token: int, q_head: int, kv_block: int,
