@@ -17,6 +17,7 @@ from engine.kernels.triton.prefill_attention import prefill_attention
 from engine.spec import AttentionRule
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+HEAD_DIMS = (64, 80, 128, 256)
 # Of the largest number of a result. bfloat16 rounds inputs of a product, weights of attention and the result.
 LIMITS = {torch.float32: 2e-5, BF16: 2e-2, FP8: 2e-2}
 RULES = {"": AttentionRule(0.1), " window cap": AttentionRule(0.2, window=100, cap=20.0)}
@@ -46,7 +47,7 @@ def exact_attention(q: Tensor, kv: Tensor, num_context: int, rule: AttentionRule
 
 def _attention(device: torch.device) -> Iterator[tuple[str, tuple[float, float]]]:
     num_heads, num_kv_heads, num_blocks = 8, 2, 64
-    for head_dim in (64, 80, 128, 256):
+    for head_dim in HEAD_DIMS:
         for dtype, limit in LIMITS.items():
             layer = torch.randn(num_blocks, 2, 2, num_kv_heads, 16, head_dim, device=device).to(dtype)[:, 1]
             scales = torch.rand(2, num_kv_heads, device=device) + 0.5 if dtype == FP8 else None

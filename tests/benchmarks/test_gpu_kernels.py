@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import gpu_kernels
+from benchmarks import gpu_exact, gpu_kernels
 from benchmarks.gpu_cases import Shape, Step, cases
 from benchmarks.gpu_exact import error_of, exact_attention
 from engine.kernels import reference
@@ -60,6 +60,17 @@ def test_exact_attention_is_attention(rule: AttentionRule) -> None:
     kv = layer.double().permute(0, 3, 1, 2, 4).flatten(0, 1)
     got = reference.prefill_attention(q, layer, torch.arange(3), 40, rule)
     assert error_of(got, exact_attention(q, kv, 45, rule)) < 1e-5
+
+
+def test_plain_torch_is_within_every_limit_of_exactness(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("norm", "gated", "rope_write", "sampling"):
+        monkeypatch.setattr(gpu_exact, name, reference)
+    for name in ("paged_attention", "prefill_attention", "grouped_linear"):
+        monkeypatch.setattr(gpu_exact, name, getattr(reference, name))
+    monkeypatch.setattr(gpu_exact, "HEAD_DIMS", (64,))
+    errors = gpu_exact.errors(CPU)
+    assert len(errors) > 25
+    assert not {name: error for name, (error, limit) in errors.items() if not error <= limit}
 
 
 def test_what_is_no_number_is_within_no_limit() -> None:
