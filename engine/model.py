@@ -7,6 +7,7 @@ A step mixes single-token decodes and prompt chunks; all products run over all t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -74,7 +75,13 @@ class Kernels(Protocol):
 
 def select_kernels(device: torch.device) -> Kernels:
     """The fastest kernel set for a device."""
-    return cpu if device.type == "cpu" else reference
+    if device.type == "cpu":
+        return cpu
+    if device.type != "cuda" or find_spec("triton") is None:
+        return reference
+    from engine.kernels.triton import kernel_set  # costs a second that only GPUs should pay
+
+    return kernel_set
 
 
 class Model:

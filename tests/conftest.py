@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,17 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 for name, value in _RAY_ENVIRONMENT.items():
     if name.startswith("RAY_SERVE_"):
         os.environ.setdefault(name, value)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Kernels are interpreted on CPU tensors if this is set when their modules are imported, by the tests of them.
+    Processes that tests start do without."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        return (yield)
+    finally:
+        del os.environ["TRITON_INTERPRET"]
 
 
 @pytest.fixture(scope="session")

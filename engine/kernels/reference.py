@@ -12,11 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.grouped import GroupedWeight, dequantized
 from engine.spec import AttentionRule
 from engine.weights import Linear
 
 MAX_QUERY_ROWS = 256
 """Queries of one attention product: bounds the score matrix, and lets a causal chunk skip what it must not see."""
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
 NUM_REFINED = 32
 """Logits per row that are recomputed in float32: more than lie within a rounding step of the best."""
 
@@ -31,9 +34,22 @@ def linear(x: Tensor, layer: Linear) -> Tensor:
     return F.linear(x, layer.weight, layer.bias)
 
 
+def grouped_linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None) -> Tensor:
+    """x [T, in] -> [T, out] in x's dtype, by 4- or 8-bit weights; computed in float32."""
+    return F.linear(x.float(), dequantized(weight), None if bias is None else bias.float()).to(x.dtype)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [T, hidden], weight [hidden] float32 -> [T, hidden] in x's dtype (Zhang & Sennrich, arXiv:1910.07467)."""
     return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+
+
+def add_rms_norm(
+    hidden: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """hidden [T, hidden] float32 + added [T, hidden] -> the sum, float32, and its rms_norm as `dtype`."""
+    total = hidden + added
+    return total, rms_norm(total, weight, eps).to(dtype)
 
 
 def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -47,16 +63,16 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """[T, 2 * inner] -> silu(first half) * second half, [T, inner] float32."""
+def swiglu(gate_up: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[T, 2 * inner] -> silu(first half) * second half, [T, inner]; computed in float32."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return (F.silu(gate) * up).to(dtype)
 
 
-def geglu(gate_up: Tensor) -> Tensor:
-    """[T, 2 * inner] -> gelu(first half) * second half, [T, inner] float32; GELU by its tanh form."""
+def geglu(gate_up: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[T, 2 * inner] -> gelu(first half) * second half, [T, inner]; computed in float32, GELU by its tanh form."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
+    return (F.gelu(gate, approximate="tanh") * up).to(dtype)
 
 
 def soft_cap(scores: Tensor, cap: float | None) -> Tensor:
@@ -70,17 +86,53 @@ def route(router_logits: Tensor, num_chosen: int, is_normalized: bool) -> tuple[
     return (probs / probs.sum(dim=-1, keepdim=True) if is_normalized else probs), chosen
 
 
-def write_kv(kv: Tensor, k: Tensor, v: Tensor, block_ids: Tensor, slots: Tensor) -> None:
-    """k, v [T, K, D] into kv [N, 2, K, S, D] at (block_ids [T], slots [T])."""
-    kv[block_ids, 0, :, slots] = k.to(kv.dtype)
-    kv[block_ids, 1, :, slots] = v.to(kv.dtype)
+def write_kv(
+    kv: Tensor, k: Tensor, v: Tensor, block_ids: Tensor, slots: Tensor, scales: Tensor | None = None
+) -> None:
+    """k, v [T, K, D] into kv [N, 2, K, S, D] at (block_ids [T], slots [T]).
+
+    A float8 slab holds them divided by `scales` [2, K] float32, K's and V's of each head, and cut at +-448.
+    """
+    for side, rows in enumerate((k, v)):
+        if kv.dtype == FP8:
+            assert scales is not None, "a float8 slab has scales"
+            stored = (rows.float() / scales[side, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+            kv.view(torch.uint8)[block_ids, side, :, slots] = stored.view(torch.uint8)
+        else:
+            kv[block_ids, side, :, slots] = rows.to(kv.dtype)
+
+
+def rope_write(
+    heads: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    kv: Tensor,
+    at: tuple[Tensor, Tensor],
+    norm: tuple[Tensor, float] | None = None,
+    scales: Tensor | None = None,
+) -> Tensor:
+    """heads [T, H + 2 * K, D] (q, k, v), cos and sin as for `rope` -> q [T, H, D], rotated, in heads' dtype.
+    Rotated keys, and values, go to kv at (block_ids [T], slots [T]).
+
+    `norm`: weight [H + K, D] float32 and eps of `head_norm`, for models that norm q and k.
+    """
+    num_kv_heads = kv.shape[2]
+    turning, v = torch.split(heads, [heads.shape[1] - num_kv_heads, num_kv_heads], dim=1)
+    rotated = rope(turning if norm is None else head_norm(turning, *norm), *rotation)
+    q, k = torch.split(rotated, [rotated.shape[1] - num_kv_heads, num_kv_heads], dim=1)
+    write_kv(kv, k, v, *at, scales)
+    return q.to(heads.dtype)
 
 
 def paged_attention(
-    q: Tensor, kv: Tensor, block_table: Tensor, context_lens: Tensor, rule: AttentionRule
+    q: Tensor,
+    kv: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    rule: AttentionRule,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Decode attention: q [B, H, D], kv [N, 2, K, S, D], block_table [B, M], context_lens [B] -> [B, H, D]
-    in kv's dtype.
+    in kv's dtype, or in q's if kv is float8 with `scales` [2, K]. An empty context gives zeros.
 
     Entries of `block_table` past a sequence's context may be any valid block.
     """
@@ -88,15 +140,23 @@ def paged_attention(
     num_kv_heads, num_slots = kv.shape[2], kv.shape[3]
     group = num_heads // num_kv_heads
     block_table, is_hidden = within_window(block_table, context_lens, rule.window, num_slots)
-    keys = kv[:, 0][block_table].float()  # [B, M, K, S, D]
-    values = kv[:, 1][block_table].float()
+    keys, values = _sides(kv, block_table, scales)  # [B, M, K, S, D]
     queries = q.float().view(num_seqs, 1, num_kv_heads, group, head_dim) * rule.scale
     scores = soft_cap(queries @ keys.transpose(-1, -2), rule.cap).permute(0, 2, 3, 1, 4)  # [B, K, G, M, S]
     scores = scores.reshape(num_seqs, num_kv_heads, group, -1)
-    probs = scores.masked_fill(is_hidden.view(num_seqs, 1, 1, -1), -torch.inf).softmax(dim=-1)
+    is_hidden = is_hidden.view(num_seqs, 1, 1, -1)
+    probs = scores.masked_fill(is_hidden, -torch.inf).softmax(dim=-1).masked_fill(is_hidden, 0.0)
     probs = probs.view(num_seqs, num_kv_heads, group, -1, num_slots).permute(0, 3, 1, 2, 4)
     mixed: Tensor = (probs @ values).sum(dim=1)  # [B, K, G, D]
-    return mixed.reshape(num_seqs, num_heads, head_dim).to(kv.dtype)
+    return mixed.reshape(num_seqs, num_heads, head_dim).to(q.dtype if kv.dtype == FP8 else kv.dtype)
+
+
+def _sides(kv: Tensor, block_ids: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Keys and values [*block_ids, K, S, D] float32."""
+    taken = kv.view(torch.uint8)[block_ids].view(FP8) if kv.dtype == FP8 else kv[block_ids]
+    both = taken.float() if scales is None else taken.float() * scales[:, :, None, None]
+    keys, values = both.unbind(dim=-4)
+    return keys, values
 
 
 def within_window(
@@ -136,23 +196,51 @@ def refined_logits(rounded: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return rounded.float().scatter_(1, best, exact)
 
 
-def prefill_attention(q: Tensor, kv: Tensor, block_ids: Tensor, start: int, rule: AttentionRule) -> Tensor:
+def sample(logits: Tensor, limits: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw from logits [R, V] float32 by `limits` [R, 4] float32: temperature, top_k (0: all), top_p, min_p; with
+    uniforms [R] float64 in [0, 1) -> token ids [R].
+
+    As engine.sampler.choose: temperature 0 takes the highest; top_k, then top_p of what is left, then min_p; ties at
+    a border fall to lower ids; the inverse CDF runs in the order of ids.
+    """
+    num_vocab = logits.shape[-1]
+    temperature, top_k, top_p, min_p = (column[:, None] for column in limits.double().unbind(1))
+    ranked, ids = logits.double().sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(num_vocab, device=logits.device)
+    weights = ((ranked - ranked[:, :1]) / temperature.where(temperature > 0, 1.0)).exp()
+    weights = weights.masked_fill((top_k > 0) & (rank >= top_k), 0.0)
+    before = weights.cumsum(-1) - weights
+    weights = weights.masked_fill((top_p < 1) & (before >= top_p * weights.sum(-1, keepdim=True)), 0.0)
+    weights = weights.masked_fill(weights < min_p, 0.0)
+    by_id = torch.zeros_like(weights).scatter_(1, ids, weights)
+    cdf = by_id.cumsum(-1)
+    last = (by_id > 0).mul(rank).amax(-1, keepdim=True)
+    drawn = torch.searchsorted(cdf, uniforms.double()[:, None] * cdf[:, -1:], right=True).minimum(last)
+    return torch.where(temperature > 0, drawn, ids[:, :1])[:, 0]
+
+
+def prefill_attention(
+    q: Tensor, kv: Tensor, block_ids: Tensor, start: int, rule: AttentionRule, scales: Tensor | None = None
+) -> Tensor:
     """Causal attention of a chunk: q [T, H, D] at positions start … start + T - 1, kv [N, 2, K, S, D] that already
-    holds their keys, block_ids [M] of the one sequence -> [T, H, D] in kv's dtype."""
+    holds their keys, block_ids [M] of the one sequence -> [T, H, D] in the dtype that `paged_attention` answers in."""
     num_tokens, num_heads, head_dim = q.shape
+    dtype = q.dtype if kv.dtype == FP8 else kv.dtype
+    if num_tokens == 0:
+        return q.to(dtype)
     num_kv_heads = kv.shape[2]
     group = num_heads // num_kv_heads
     block_ids, start = from_window(block_ids, start, rule.window, kv.shape[3])
-    # [K, M * S, D]
-    keys = kv[:, 0][block_ids].transpose(0, 1).reshape(num_kv_heads, -1, head_dim).float()
-    values = kv[:, 1][block_ids].transpose(0, 1).reshape(num_kv_heads, -1, head_dim).float()
+    keys, values = (
+        side.transpose(0, 1).reshape(num_kv_heads, -1, head_dim) for side in _sides(kv, block_ids, scales)
+    )  # [K, M * S, D]
     queries = q.float().view(num_tokens, num_kv_heads, group, head_dim).permute(1, 2, 0, 3) * rule.scale
     parts = [
         causal(queries[:, :, low : low + MAX_QUERY_ROWS], keys, values, start + low, rule)
         for low in range(0, num_tokens, MAX_QUERY_ROWS)
     ]
     mixed = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]  # [K, G, T, D]
-    return mixed.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim).to(kv.dtype)
+    return mixed.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim).to(dtype)
 
 
 def from_window(block_ids: Tensor, start: int, window: int | None, num_slots: int) -> tuple[Tensor, int]:
