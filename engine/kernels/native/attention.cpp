@@ -172,7 +172,8 @@ void decode(const Decode& job) {
         float *q = scratch.data(), *mixed = q + group * dim, *scores = mixed + group * dim;
 #pragma omp for schedule(dynamic)
         for (int64_t unit = 0; unit < job.num_seqs * heads; unit++) {
-            const int64_t seq = unit / heads, head = unit % heads, end = job.lens[seq];
+            const int64_t seq = unit / heads, head = unit % heads, capacity = job.max_blocks * job.slab.num_slots;
+            const int64_t end = job.lens[seq] < capacity ? job.lens[seq] : capacity;
             const int64_t at = (job.rows[seq] * job.num_heads + head * group) * dim;
             for (int64_t i = 0; i < group * dim; i++) q[i] = job.q[at + i] * job.rule.scale;
             const int64_t begin = job.rule.window && end > job.rule.window ? end - job.rule.window : 0;

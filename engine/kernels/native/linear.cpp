@@ -20,89 +20,95 @@ namespace {
 constexpr int GROUP = 32;
 constexpr int64_t MAX_SCRATCH_BYTES = 192 << 10;  // of expanded panels: they stay in the second-level cache
 
-// One group of one panel. `each_k(j, use)`: use(k, columns) for the eighth `j` of it, so that neighbouring panels can take
-// turns: their sums are independent, which hides the latency of an addition.
+// One group of P neighbouring panels: N registers of columns for each k. Their sums are independent of each other, which
+// hides the latency of an addition where there is but one row.
+template <int P>
 struct Int8 {
+    static constexpr int PANELS = P, N = P * NV;
     static constexpr int64_t GROUP_BYTES = 2 * PANEL + GROUP * PANEL;
-    vf d[NV];
-    const int8_t* q;
-    void open(const uint8_t* group) {
-        for (int v = 0; v < NV; v++) d[v] = load_half((const uint16_t*)group + v * W);
-        q = (const int8_t*)group + 2 * PANEL;
+    vf d[N];
+    const int8_t* q[P];
+    void open(const uint8_t* group, int64_t panel_bytes) {
+        for (int p = 0; p < P; p++, group += panel_bytes) {
+            for (int v = 0; v < NV; v++) d[p * NV + v] = load_half((const uint16_t*)group + v * W);
+            q[p] = (const int8_t*)group + 2 * PANEL;
+        }
     }
     template <class F>
-    void each_k(int j, F use) const {
-#pragma GCC unroll 8
-        for (int k = 8 * j; k < 8 * j + 8; k++) {
-            vf w[NV];
-            for (int v = 0; v < NV; v++) w[v] = int8_to_float(q + k * PANEL + v * W) * d[v];
+    void each_k(F use) const {
+#pragma GCC unroll 4
+        for (int k = 0; k < GROUP; k++) {
+            vf w[N];
+            for (int v = 0; v < N; v++) w[v] = int8_to_float(q[v / NV] + k * PANEL + v % NV * W) * d[v];
             use(k, w);
         }
     }
 };
 
-template <bool HAS_MIN>
+template <bool HAS_MIN, int P>
 struct Int4 {
+    static constexpr int PANELS = P, N = P * NV;
     static constexpr int64_t GROUP_BYTES = (HAS_MIN ? 4 : 2) * PANEL + GROUP * PANEL / 2;
-    vf d[NV], m[NV];
-    const uint32_t* q;
-    void open(const uint8_t* group) {
-        for (int v = 0; v < NV; v++) {
-            d[v] = load_half((const uint16_t*)group + v * W);
-            m[v] = HAS_MIN ? load_half((const uint16_t*)group + PANEL + v * W) : d[v] * -8.0f;
+    // d / 16^i: a nibble is masked where it stands and not shifted, which makes it 16^i times too large. Powers of two
+    // round nothing. The last would be the sign, so it is shifted.
+    vf d[7][N], m[N];
+    const uint32_t* q[P];
+    void open(const uint8_t* group, int64_t panel_bytes) {
+        for (int p = 0; p < P; p++, group += panel_bytes) {
+            for (int v = 0; v < NV; v++) {
+                const int at = p * NV + v;
+                d[0][at] = load_half((const uint16_t*)group + v * W);
+                m[at] = HAS_MIN ? load_half((const uint16_t*)group + PANEL + v * W) : d[0][at] * -8.0f;
+                for (int i = 1; i < 7; i++) d[i][at] = d[i - 1][at] * 0.0625f;
+            }
+            q[p] = (const uint32_t*)(group + (HAS_MIN ? 4 : 2) * PANEL);
         }
-        q = (const uint32_t*)(group + (HAS_MIN ? 4 : 2) * PANEL);
     }
     template <class F>
-    void each_k(int j, F use) const {
-        vu words[NV];
-        for (int v = 0; v < NV; v++) words[v] = load_as<vu>(q + j * PANEL + v * W);
+    void each_k(F use) const {
+        for (int j = 0; j < GROUP / 8; j++) {
+            vu words[N];
+            for (int v = 0; v < N; v++) words[v] = load_as<vu>(q[v / NV] + j * PANEL + v % NV * W);
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) {
-            vf w[NV];
-            for (int v = 0; v < NV; v++) {
-                const vi nibbles = (vi)((words[v] >> (4 * i)) & 15u);
-                w[v] = __builtin_convertvector(nibbles, vf) * d[v] + m[v];
+            for (int i = 0; i < 8; i++) {
+                vf w[N];
+                for (int v = 0; v < N; v++) {
+                    const vi nibbles = i < 7 ? (vi)(words[v] & (15u << 4 * i)) : (vi)(words[v] >> 28);
+                    w[v] = __builtin_convertvector(nibbles, vf) * d[i % 7][v] + m[v];
+                }
+                use(8 * j + i, w);
             }
-            use(8 * j + i, w);
         }
     }
 };
 
-// R rows times P neighbouring panels.
-template <class Codec, int R, int P>
+// R rows times the panels of a codec; out [R][PANELS * PANEL].
+template <class Codec, int R>
 void fused(const float* x, int64_t ldx, const uint8_t* panels, int64_t num_groups, float* out) {
-    vf acc[P][R][NV];
-    for (auto& panel : acc)
-        for (auto& row : panel)
-            for (auto& v : row) v = vf{};
-    const int64_t panel_bytes = num_groups * Codec::GROUP_BYTES;
+    constexpr int N = Codec::N;
+    vf acc[R][N];
+    for (auto& row : acc)
+        for (auto& v : row) v = vf{};
     for (int64_t g = 0; g < num_groups; g++, x += GROUP, panels += Codec::GROUP_BYTES) {
-        Codec codecs[P];
-        for (int p = 0; p < P; p++) codecs[p].open(panels + p * panel_bytes);
-        for (int j = 0; j < GROUP / 8; j++) {
-#pragma GCC unroll 4
-            for (int p = 0; p < P; p++)
-                codecs[p].each_k(j, [&](int k, const vf* w) __attribute__((always_inline)) {
-                    for (int r = 0; r < R; r++) {
-                        const vf xr = broadcast(x[r * ldx + k]);
-                        for (int v = 0; v < NV; v++) acc[p][r][v] = xr * w[v] + acc[p][r][v];
-                    }
-                });
-        }
+        Codec codec;
+        codec.open(panels, num_groups * Codec::GROUP_BYTES);
+        codec.each_k([&](int k, const vf* w) __attribute__((always_inline)) {
+            for (int r = 0; r < R; r++) {
+                const vf xr = broadcast(x[r * ldx + k]);
+                for (int v = 0; v < N; v++) acc[r][v] = xr * w[v] + acc[r][v];
+            }
+        });
     }
     for (int r = 0; r < R; r++)
-        for (int p = 0; p < P; p++)
-            for (int v = 0; v < NV; v++) store(out + r * P * PANEL + p * PANEL + v * W, acc[p][r][v]);
+        for (int v = 0; v < N; v++) store(out + (r * N + v) * W, acc[r][v]);
 }
 
 template <class Codec>
 void expand(const uint8_t* panel, int64_t num_groups, float* w) {
     for (int64_t g = 0; g < num_groups; g++) {
         Codec codec;
-        codec.open(panel + g * Codec::GROUP_BYTES);
-        for (int j = 0; j < GROUP / 8; j++)
-            codec.each_k(j, [&](int k, const vf* columns) __attribute__((always_inline)) {
+        codec.open(panel + g * Codec::GROUP_BYTES, 0);
+        codec.each_k([&](int k, const vf* columns) __attribute__((always_inline)) {
                 for (int v = 0; v < NV; v++) store(w + (g * GROUP + k) * PANEL + v * W, columns[v]);
             });
     }
@@ -130,8 +136,9 @@ struct Product {
     int num_threads;
 };
 
-template <class Codec, int R, int P>
+template <template <int> class Format, int R, int P>
 void few_rows(const Product& job) {
+    using Codec = Format<P>;
     const int64_t num_groups = job.num_k / GROUP, num_panels = (job.num_columns + PANEL - 1) / PANEL;
     const int64_t panel_bytes = num_groups * Codec::GROUP_BYTES;
 #pragma omp parallel for num_threads(job.num_threads) if (job.num_threads > 1)
@@ -142,9 +149,9 @@ void few_rows(const Product& job) {
             const int64_t width = p + P <= num_panels ? P : 1;
             const uint8_t* panel = job.panels + p * panel_bytes;
             if (width == P)
-                fused<Codec, R, P>(job.x, job.num_k, panel, num_groups, sums);
+                fused<Codec, R>(job.x, job.num_k, panel, num_groups, sums);
             else
-                fused<Codec, R, 1>(job.x, job.num_k, panel, num_groups, sums);
+                fused<Format<1>, R>(job.x, job.num_k, panel, num_groups, sums);
             const int64_t left = job.num_columns - column, wide = width * PANEL;
             deliver(sums, wide, R, left < wide ? left : wide, job.bias ? job.bias + column : nullptr,
                     job.out + column, job.num_columns);
@@ -183,15 +190,15 @@ void many_rows(const Product& job) {
     }
 }
 
-// AVX-512 has twice the registers, each as wide as a panel: there several panels take turns.
-constexpr int FEW = NV == 1 ? 4 : 1;
+// Panels at once, for one row and for more: four sums at least; AVX-512 has twice the registers, each as wide as a panel.
+constexpr int FEW = NV == 1 ? 4 : 2;
 constexpr int SOME = NV == 1 ? 2 : 1;
 constexpr int MAX_FUSED_TILE = 5;   // more rows would not fit into the registers of AVX2
 constexpr int64_t MAX_FUSED_ROWS = 10;  // beyond, expanding a panel once pays
 
-template <class Codec>
+template <template <int> class Format>
 void product(const Product& whole) {
-    if (whole.num_rows > MAX_FUSED_ROWS) return many_rows<Codec>(whole);
+    if (whole.num_rows > MAX_FUSED_ROWS) return many_rows<Format<1>>(whole);
     int64_t num_tiles = (whole.num_rows + MAX_FUSED_TILE - 1) / MAX_FUSED_TILE;
     for (int64_t low = 0; low < whole.num_rows; num_tiles--) {
         Product job = whole;
@@ -200,11 +207,11 @@ void product(const Product& whole) {
         job.out += low * job.num_columns;
         low += job.num_rows;
         switch (job.num_rows) {
-            case 1: few_rows<Codec, 1, FEW>(job); break;
-            case 2: few_rows<Codec, 2, FEW>(job); break;
-            case 3: few_rows<Codec, 3, SOME>(job); break;
-            case 4: few_rows<Codec, 4, SOME>(job); break;
-            default: few_rows<Codec, 5, SOME>(job); break;
+            case 1: few_rows<Format, 1, FEW>(job); break;
+            case 2: few_rows<Format, 2, SOME>(job); break;
+            case 3: few_rows<Format, 3, SOME>(job); break;
+            case 4: few_rows<Format, 4, SOME>(job); break;
+            default: few_rows<Format, 5, SOME>(job); break;
         }
     }
 }
@@ -217,9 +224,8 @@ void expand_row(const uint8_t* panels, int64_t num_k, int64_t row, float* out) {
     const int64_t lane = row % PANEL;
     for (int64_t g = 0; g < num_groups; g++) {
         Codec codec;
-        codec.open(panel + g * Codec::GROUP_BYTES);
-        for (int j = 0; j < GROUP / 8; j++)
-            codec.each_k(j, [&](int k, const vf* columns) { out[g * GROUP + k] = columns[lane / W][lane % W]; });
+        codec.open(panel + g * Codec::GROUP_BYTES, 0);
+        codec.each_k([&](int k, const vf* columns) { out[g * GROUP + k] = columns[lane / W][lane % W]; });
     }
 }
 
@@ -262,6 +268,11 @@ void put_nibbles(uint8_t* words, int64_t lane, const uint8_t* packed) {
     }
 }
 
+template <int P>
+using Int4Plain = Int4<false, P>;
+template <int P>
+using Int4Min = Int4<true, P>;
+
 enum Kind { INT8 = 0, INT4 = 1, INT4M = 2 };
 
 }  // namespace
@@ -272,26 +283,26 @@ using namespace baton;
 extern "C" {
 
 int64_t baton_panel_bytes(int kind, int64_t num_rows, int64_t num_k) {
-    const int64_t group = kind == INT8    ? Int8::GROUP_BYTES
-                          : kind == INT4 ? Int4<false>::GROUP_BYTES
-                                         : Int4<true>::GROUP_BYTES;
+    const int64_t group = kind == INT8    ? Int8<1>::GROUP_BYTES
+                          : kind == INT4 ? Int4Plain<1>::GROUP_BYTES
+                                         : Int4Min<1>::GROUP_BYTES;
     return (num_rows + PANEL - 1) / PANEL * (num_k / GROUP) * group;
 }
 
 void baton_pack(int kind, const uint8_t* blocks, int64_t num_rows, int64_t num_k, uint8_t* panels) {
     if (kind == INT8)
-        pack<34, Int8::GROUP_BYTES>(blocks, num_rows, num_k, panels, [](const uint8_t* b, uint8_t* g, int64_t lane) {
+        pack<34, Int8<1>::GROUP_BYTES>(blocks, num_rows, num_k, panels, [](const uint8_t* b, uint8_t* g, int64_t lane) {
             put_half(g, lane, b);
             for (int k = 0; k < GROUP; k++) g[2 * PANEL + k * PANEL + lane] = b[2 + k];
         });
     else if (kind == INT4)
-        pack<18, Int4<false>::GROUP_BYTES>(blocks, num_rows, num_k, panels,
+        pack<18, Int4Plain<1>::GROUP_BYTES>(blocks, num_rows, num_k, panels,
                                            [](const uint8_t* b, uint8_t* g, int64_t lane) {
                                                put_half(g, lane, b);
                                                put_nibbles(g + 2 * PANEL, lane, b + 2);
                                            });
     else
-        pack<20, Int4<true>::GROUP_BYTES>(blocks, num_rows, num_k, panels,
+        pack<20, Int4Min<1>::GROUP_BYTES>(blocks, num_rows, num_k, panels,
                                           [](const uint8_t* b, uint8_t* g, int64_t lane) {
                                               put_half(g, lane, b);
                                               put_half(g, PANEL + lane, b + 2);
@@ -306,29 +317,29 @@ void baton_linear(int kind, const uint8_t* panels, const float* bias, const floa
     if (kind == INT8)
         product<Int8>(job);
     else if (kind == INT4)
-        product<Int4<false>>(job);
+        product<Int4Plain>(job);
     else
-        product<Int4<true>>(job);
+        product<Int4Min>(job);
 }
 
 void baton_rows(int kind, const uint8_t* panels, const int64_t* rows, int64_t num_rows, int64_t num_k, float* out) {
     for (int64_t i = 0; i < num_rows; i++) {
         if (kind == INT8)
-            expand_row<Int8>(panels, num_k, rows[i], out + i * num_k);
+            expand_row<Int8<1>>(panels, num_k, rows[i], out + i * num_k);
         else if (kind == INT4)
-            expand_row<Int4<false>>(panels, num_k, rows[i], out + i * num_k);
+            expand_row<Int4Plain<1>>(panels, num_k, rows[i], out + i * num_k);
         else
-            expand_row<Int4<true>>(panels, num_k, rows[i], out + i * num_k);
+            expand_row<Int4Min<1>>(panels, num_k, rows[i], out + i * num_k);
     }
 }
 
 void baton_expand(int kind, const uint8_t* panels, int64_t num_rows, int64_t num_k, void* out) {
     if (kind == INT8)
-        expand_all<Int8>(panels, num_rows, num_k, (bf16*)out);
+        expand_all<Int8<1>>(panels, num_rows, num_k, (bf16*)out);
     else if (kind == INT4)
-        expand_all<Int4<false>>(panels, num_rows, num_k, (bf16*)out);
+        expand_all<Int4Plain<1>>(panels, num_rows, num_k, (bf16*)out);
     else
-        expand_all<Int4<true>>(panels, num_rows, num_k, (bf16*)out);
+        expand_all<Int4Min<1>>(panels, num_rows, num_k, (bf16*)out);
 }
 
 }  // extern "C"
