@@ -34,12 +34,14 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"expected Python >= 3.11 but {sys.executable} is {v.major}.{v.minor}; set PYTHON=/path/to/python3.11")'
-	@echo "[1/3] environment in $(VENV)"
+	@echo "[1/4] environment in $(VENV)"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@echo "[2/3] $(TORCH)"
+	@echo "[2/4] $(TORCH)"
 	@$(PY) -m pip install --progress-bar on $(TORCH)
-	@echo "[3/3] Baton and its libraries (a few minutes the first time)"
+	@echo "[3/4] Baton and its libraries (a few minutes the first time)"
 	@$(PY) -m pip install --progress-bar on --editable '.[test]'
+	@echo "[4/4] compiled kernels (without a C++ compiler Baton runs slower)"
+	-@$(PY) -m engine.kernels.native.build
 	@touch $@
 
 test: setup browser

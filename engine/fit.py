@@ -44,8 +44,10 @@ class Need:
         return self.weights + self.packing + self.activations + self.kv_cache + LIBRARY_BYTES
 
 
-def need_of(spec: ModelSpec, dtype: torch.dtype, kv_bytes: int = 0) -> Need:
-    """What serving `spec` takes with weights of `dtype` and `kv_bytes` of KV cache."""
+def need_of(
+    spec: ModelSpec, dtype: torch.dtype, kv_bytes: int = 0, quantized_bytes: int | None = None
+) -> Need:
+    """What serving `spec` takes with weights of `dtype` (or `quantized_bytes` of them) and `kv_bytes` of KV cache."""
     width = max(
         2 * spec.intermediate_size,
         (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim,
@@ -53,7 +55,7 @@ def need_of(spec: ModelSpec, dtype: torch.dtype, kv_bytes: int = 0) -> Need:
     )
     logits = NUM_STEP_LOGITS * spec.vocab_size
     return Need(
-        weights=weight_bytes(spec, dtype.itemsize),
+        weights=weight_bytes(spec, dtype.itemsize) if quantized_bytes is None else quantized_bytes,
         # Packed for float32, or widened to it for each call where the CPU has no bfloat16 instructions.
         packing=largest_matrix(spec) * torch.float32.itemsize,
         activations=(NUM_STEP_TOKENS * 2 * width + logits) * torch.float32.itemsize,
@@ -62,10 +64,15 @@ def need_of(spec: ModelSpec, dtype: torch.dtype, kv_bytes: int = 0) -> Need:
 
 
 def check_fit(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, kv_bytes: int, available: AvailableBytes
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_bytes: int,
+    available: AvailableBytes,
+    quantized_bytes: int | None = None,
 ) -> None:
     """Raises ConfigError saying what is needed, what there is, and what to try. Unknown free memory is no reason."""
-    need, free = need_of(spec, dtype, kv_bytes), available(device)
+    need, free = need_of(spec, dtype, kv_bytes, quantized_bytes), available(device)
     if free is None or need.total <= free:
         return
     working = need.total - need.weights - need.kv_cache

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from contracts.errors import ConfigError
 from engine.gguf_file import GgufFile, GgufTensor, read_gguf
+from engine.quantization import BlockKind
 from engine.spec import ModelSpec
 from engine.spec_gguf import spec_from_gguf
 
@@ -71,12 +72,37 @@ class GgufSource:
 
     def read_into(self, name: str, target: Tensor) -> None:
         """Expand into `target`, rows in Hugging Face order. Raises ConfigError for a tensor that is not whole."""
-        tensor = self._tensors[name]
-        heads = {"q_proj": self.spec.num_heads, "k_proj": self.spec.num_kv_heads}.get(name.split(".")[-2])
-        if heads is not None and self._has_paired_rows:
-            target.copy_(_half_split_rows(self._expanded(tensor), heads))
+        tensor, num_heads = self._tensors[name], self._num_paired_heads(name)
+        if num_heads:
+            target.copy_(_half_split_rows(self._expanded(tensor), num_heads))
         else:
             self._expand(tensor, target)
+
+    def block_kind(self, name: str) -> BlockKind | None:
+        """Q4_0, Q4_1, Q8_0 matrices are kept as they are; all else is expanded."""
+        tensor = self._tensors[name]
+        known = {kind.value for kind in BlockKind}
+        return BlockKind(tensor.kind) if tensor.kind in known and len(tensor.shape) == 2 else None
+
+    def read_blocks(self, name: str, target: Tensor) -> None:
+        """As weights.TensorSource, rows in Hugging Face order. Raises ConfigError for a tensor that is not whole."""
+        tensor, num_heads = self._tensors[name], self._num_paired_heads(name)
+        num_bytes = _num_bytes(tensor)
+        stored = self._bytes[tensor.offset : tensor.offset + num_bytes]
+        if len(stored) != num_bytes:
+            raise ConfigError(
+                f"tensor {tensor.name}: the file ends {num_bytes - len(stored)} bytes too early"
+            )
+        # NOTE: copied, since torch has no tensors over the read-only mapping.
+        rows = torch.from_numpy(stored.reshape(tensor.shape[0], -1).copy())
+        target.copy_(_half_split_rows(rows, num_heads) if num_heads else rows)
+
+    def _num_paired_heads(self, name: str) -> int:
+        """Heads whose rows the file holds as rotation pairs; 0: none."""
+        if not self._has_paired_rows:
+            return 0
+        heads = {"q_proj": self.spec.num_heads, "k_proj": self.spec.num_kv_heads}
+        return heads.get(name.split(".")[-2], 0)
 
     def _rope_factors(self, file: GgufFile) -> tuple[float, ...] | None:
         tensor = file.tensors.get(_ROPE_FACTORS)

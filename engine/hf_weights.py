@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from contracts.errors import ConfigError
+from engine.quantization import BlockKind
 from engine.spec import ModelSpec
 from engine.spec_hf import has_offset_norms, spec_from_hf
 
@@ -76,6 +77,13 @@ class HfSource:
         target.copy_(tensor)
         if self._has_offset_norms and name.endswith("norm.weight"):
             target.add_(1.0)
+
+    def block_kind(self, name: str) -> BlockKind | None:
+        """None: such a directory holds numbers."""
+        return None
+
+    def read_blocks(self, name: str, target: Tensor) -> None:
+        raise AssertionError(f"{name}: asked for blocks of a tensor that has none")
 
 
 def _parts(stored: _Stored) -> Iterator[tuple[str, _Stored]]:

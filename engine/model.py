@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from engine.kernels import cpu, reference
+from engine.kernels.native import kernels as native
+from engine.kernels.native.build import library
 from engine.kv import KvSlab
 from engine.rope import inverse_frequencies, magnitude
-from engine.spec import AttentionRule, Experts
-from engine.weights import LayerWeights, Linear, LoadedModel, Mlp, SparseMlp
+from engine.spec import Activation, AttentionRule, Experts
+from engine.weights import Linear, LoadedModel, Mlp, SparseMlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +64,32 @@ class Kernels(Protocol):
 
     def logits(self, x: Tensor, head: Linear) -> Tensor: ...
 
-    def write_kv(self, kv: Tensor, k: Tensor, v: Tensor, block_ids: Tensor, slots: Tensor) -> None: ...
+    def embed(self, token_ids: Tensor, table: Linear) -> Tensor: ...
 
-    def paged_attention(
-        self, q: Tensor, kv: Tensor, block_table: Tensor, context_lens: Tensor, rule: AttentionRule
+    def add_norm(
+        self,
+        hidden: Tensor,
+        added: Tensor | None,
+        post: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def split_heads(
+        self,
+        qkv: Tensor,
+        norms: tuple[Tensor | None, float],
+        rotation: tuple[Tensor, Tensor],
+        kv: Tensor,
+        place: tuple[Tensor, Tensor],
     ) -> Tensor: ...
+
+    def gated(self, gate_up: Tensor, activation: Activation, dtype: torch.dtype) -> Tensor: ...
+
+    def attend_decodes(
+        self, q: Tensor, kv: Tensor, group: tuple[Tensor, Tensor, Tensor], rule: AttentionRule, out: Tensor
+    ) -> None: ...
 
     def prefill_attention(
         self, q: Tensor, kv: Tensor, block_ids: Tensor, start: int, rule: AttentionRule
@@ -74,9 +97,9 @@ class Kernels(Protocol):
 
 
 def select_kernels(device: torch.device) -> Kernels:
-    """The fastest kernel set for a device."""
+    """The fastest kernel set for a device. The first call may compile (see kernels.native.build)."""
     if device.type == "cpu":
-        return cpu
+        return cpu if library() is None else native
     if device.type != "cuda" or find_spec("triton") is None:
         return reference
     from engine.kernels.triton import kernel_set  # costs a second that only GPUs should pay
@@ -90,10 +113,9 @@ class Model:
     def __init__(self, loaded: LoadedModel) -> None:
         self.spec = loaded.spec
         self._weights = loaded.weights
-        self.dtype = loaded.weights.embedding.dtype
-        self.device = loaded.weights.embedding.device
+        self.dtype = loaded.dtype
+        self.device = loaded.weights.final_norm.device
         self._kernels = select_kernels(self.device)
-        self._gated = reference.geglu if self.spec.activation == "gelu_tanh" else reference.swiglu
         # Layers share a few ropes: one table of each per step.
         ropes = list(dict.fromkeys(layer.rope for layer in self.spec.layers))
         self._ropes = [
@@ -101,55 +123,48 @@ class Model:
         ]
         self._rope_of_layer = [ropes.index(layer.rope) for layer in self.spec.layers]
         self._rules = [self.spec.rule(layer) for layer in self.spec.layers]
-        # Packed or not, the head keeps its plain weight: the best logits are refined from it.
+        # Packed or not, a float head keeps its plain weight: the best logits are refined from it.
         loaded.weights.lm_head.is_shared = True
         for layer in loaded.weights.layers:
             for matrix in layer.matrices:
                 self._kernels.pack(matrix)
         self._kernels.pack(loaded.weights.lm_head)
+        if loaded.weights.embedding is not loaded.weights.lm_head and loaded.weights.embedding.quantized:
+            self._kernels.pack(loaded.weights.embedding)
 
     def forward(self, plan: StepPlan, slab: KvSlab) -> Tensor:
         """Logits [R, V] float32 of the wanted rows. Writes KV of all T tokens into `slab`."""
         # The residual stream stays float32: in bfloat16 it loses what late layers add to it.
-        hidden = self._weights.embedding[plan.token_ids].float() * self.spec.embedding_scale
+        kernels, eps = self._kernels, self.spec.norm_eps
+        hidden = kernels.embed(plan.token_ids, self._weights.embedding) * self.spec.embedding_scale
         tables = [reference.rope_table(plan.positions, *rope) for rope in self._ropes]
+        added: Tensor | None = (
+            None  # what the last product adds to the stream, not added yet, and the norm behind it
+        )
+        post: Tensor | None = None
         for index, layer in enumerate(self._weights.layers):
-            heads = self._heads(hidden, layer, tables[self._rope_of_layer[index]])
-            attended = self._attend(heads, slab.layer(index), plan, self._rules[index])
-            added = self._kernels.linear(attended.view(len(hidden), -1), layer.out)
-            hidden = hidden + self._post_norm(added, layer.attention_post_norm)
-            added = self._mlp(self._norm(hidden, layer.mlp_norm), layer.mlp)
-            hidden = hidden + self._post_norm(added, layer.mlp_post_norm)
+            hidden, normed = kernels.add_norm(hidden, added, post, layer.attention_norm, eps, self.dtype)
+            rotation, kv = tables[self._rope_of_layer[index]], slab.layer(index)
+            norms, place = (layer.head_norms, eps), (plan.block_ids, plan.slots)
+            # Keys and values go to the slab first, so that a chunk sees itself there.
+            q = kernels.split_heads(kernels.linear(normed, layer.qkv), norms, rotation, kv, place)
+            attended = self._attend(q, kv, plan, self._rules[index])
+            added, post = kernels.linear(attended.view(len(hidden), -1), layer.out), layer.attention_post_norm
+            hidden, normed = kernels.add_norm(hidden, added, post, layer.mlp_norm, eps, self.dtype)
+            added, post = self._mlp(normed, layer.mlp), layer.mlp_post_norm
         if not len(plan.wanted):
             return torch.empty(0, self.spec.vocab_size, device=self.device)
-        final = self._norm(hidden[plan.wanted], self._weights.final_norm)
-        return reference.soft_cap(self._kernels.logits(final, self._weights.lm_head), self.spec.logit_cap)
+        assert added is not None, "a model without layers"
+        wanted = hidden[plan.wanted], added[plan.wanted]
+        _, final = kernels.add_norm(*wanted, post, self._weights.final_norm, eps, self.dtype)
+        return reference.soft_cap(kernels.logits(final, self._weights.lm_head), self.spec.logit_cap)
 
-    def _heads(
-        self, hidden: Tensor, layer: LayerWeights, rotation: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, H, D], k and v [T, K, D] of the layer's input; q and k normed and rotated."""
-        spec = self.spec
-        normed = self._norm(hidden, layer.attention_norm)
-        heads = self._kernels.linear(normed, layer.qkv).view(len(hidden), -1, spec.head_dim)
-        num_rotated = spec.num_heads + spec.num_kv_heads
-        turning = heads[:, :num_rotated]
-        if layer.head_norms is not None:
-            turning = reference.head_norm(turning, layer.head_norms, spec.norm_eps)
-        rotated = reference.rope(turning, *rotation)
-        q, k = torch.split(rotated, [spec.num_heads, spec.num_kv_heads], dim=1)
-        return q, k, heads[:, num_rotated:]
-
-    def _attend(
-        self, heads: tuple[Tensor, Tensor, Tensor], kv: Tensor, plan: StepPlan, rule: AttentionRule
-    ) -> Tensor:
-        """[T, H, D]; keys and values go to the slab first, so that a chunk sees itself there."""
-        q, k, v = heads
-        self._kernels.write_kv(kv, k, v, plan.block_ids, plan.slots)
+    def _attend(self, q: Tensor, kv: Tensor, plan: StepPlan, rule: AttentionRule) -> Tensor:
+        """q [T, H, D] -> [T, H, D] in the model's dtype."""
         out = torch.empty(q.shape, dtype=self.dtype, device=q.device)
         for group in plan.decodes:
-            out[group.rows] = self._kernels.paged_attention(
-                q[group.rows], kv, group.block_table, group.context_lens, rule
+            self._kernels.attend_decodes(
+                q, kv, (group.rows, group.block_table, group.context_lens), rule, out
             )
         for chunk in plan.chunks:
             rows = slice(chunk.low, chunk.high)
@@ -160,7 +175,7 @@ class Model:
         """x [T, hidden] -> [T, hidden]."""
         if isinstance(mlp, SparseMlp):
             return self._sparse_mlp(x, mlp)
-        inner = self._gated(self._kernels.linear(x, mlp.gate_up)).to(self.dtype)
+        inner = self._kernels.gated(self._kernels.linear(x, mlp.gate_up), self.spec.activation, self.dtype)
         return self._kernels.linear(inner, mlp.down)
 
     def _sparse_mlp(self, x: Tensor, mlp: SparseMlp) -> Tensor:
@@ -175,10 +190,3 @@ class Model:
             answered = self._mlp(x[rows], mlp.experts[number]).float()
             out.index_add_(0, rows, answered * probs[rows, rank, None])
         return out
-
-    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return reference.rms_norm(hidden, weight, self.spec.norm_eps).to(self.dtype)
-
-    def _post_norm(self, added: Tensor, weight: Tensor | None) -> Tensor:
-        """float32, as the residual stream that it is added to."""
-        return added if weight is None else reference.rms_norm(added.float(), weight, self.spec.norm_eps)

@@ -137,6 +137,11 @@ class Runner:
             raise EngineError(
                 f"expected 1 to {num_slots - item.start} new tokens but got {len(item.token_ids)}"
             )
+        # The kernels do not look: a block that is not there is another's memory.
+        if min(item.block_ids) < 0 or max(item.block_ids) >= self._slab.num_blocks:
+            raise EngineError(
+                f"expected block ids within 0 to {self._slab.num_blocks - 1} but got {list(item.block_ids)}"
+            )
         if item.start < 0 or end > self._model.spec.max_position:
             raise EngineError(
                 f"expected positions within 0 to {self._model.spec.max_position} but got {item.start} to {end}"

@@ -11,6 +11,7 @@ import math
 from engine.spec import ModelSpec
 
 Shape = tuple[int, ...]
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
@@ -49,6 +50,15 @@ def layer_norms(spec: ModelSpec) -> tuple[str, ...]:
 def mlp(prefix: str, hidden: int, inner: int, has_bias: bool) -> dict[str, Shape]:
     shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     return _matrices(prefix, shapes, has_bias)
+
+
+def fused_with(name: str) -> list[str]:
+    """The matrices that are kept as one with `name`, itself included, in their order."""
+    for parts in _FUSED:
+        for part in parts:
+            if name.endswith(f".{part}.weight"):
+                return [name.replace(f".{part}.", f".{other}.") for other in parts]
+    return [name]
 
 
 def weight_bytes(spec: ModelSpec, bytes_per_element: int) -> int:

@@ -22,11 +22,14 @@ from contracts.errors import ConfigError
 from engine.fit import AvailableBytes, available_bytes, check_fit
 from engine.gguf_weights import GgufSource
 from engine.hf_weights import HfSource
+from engine.quantization import GROUP, BlockKind, Quantization, Quantized, quantize, row_bytes
 from engine.spec import ModelSpec
-from engine.tensor_names import expected_tensors, layer_norms
+from engine.tensor_names import expected_tensors, fused_with, layer_norms
 
 Progress = Callable[[int, int], None]
 _SAMPLE_BYTES = 1 << 20
+_ROUTER = ".mlp.gate.weight"
+_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 class TensorSource(Protocol):
@@ -43,19 +46,26 @@ class TensorSource(Protocol):
 
     def read_into(self, name: str, target: Tensor) -> None: ...
 
+    def block_kind(self, name: str) -> BlockKind | None:
+        """How the file holds the matrix, if it does so in blocks that need not be expanded."""
+
+    def read_blocks(self, name: str, target: Tensor) -> None:
+        """The blocks of such a matrix [out, in], as they are, into target [out, in / 32 * block_bytes] uint8."""
+
 
 @dataclass(slots=True)
 class Linear:
-    """Weight [out, in] and bias [out] of one matrix product.
+    """Weight [out, in] and bias [out] of one matrix product; the weight as numbers, or as `quantized` blocks.
 
-    `packed` is a device-specific copy that a kernel set may make instead of `weight`; whoever packs drops `weight`
-    (so that memory holds one copy) unless `is_shared` says that somebody else reads it too.
+    `packed` is a device-specific copy that a kernel set may make instead of either; whoever packs drops what it packed
+    (so that memory holds one copy) unless `is_shared` says that somebody else reads `weight` too.
     """
 
     weight: Tensor | None
     bias: Tensor | None = None
-    packed: Tensor | None = None
+    packed: object = None
     is_shared: bool = False
+    quantized: Quantized | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +108,9 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """`embedding` [V, hidden]; tied models share its storage with `lm_head`."""
+    """`embedding` [V, hidden]; in tied models it is `lm_head`."""
 
-    embedding: Tensor
+    embedding: Linear
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     lm_head: Linear
@@ -108,11 +118,13 @@ class ModelWeights:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`fingerprint` identifies the files; two workers whose fingerprints differ must not exchange KV."""
+    """`fingerprint` identifies the files; two workers whose fingerprints differ must not exchange KV. `dtype`: of the
+    activations, and of weights that are not quantized."""
 
     spec: ModelSpec
     weights: ModelWeights
     fingerprint: str
+    dtype: torch.dtype
 
 
 def resolve_dtype(name: str, device: torch.device | str = "cpu") -> torch.dtype:
@@ -143,18 +155,23 @@ def load_model(
     device: torch.device | str = "cpu",
     kv_bytes: int = 0,
     available: AvailableBytes = available_bytes,
+    quantization: Quantization = "none",
 ) -> LoadedModel:
     """Read a Hugging Face directory or a GGUF file. `progress` gets (bytes done, bytes in all), as held in memory.
 
-    `kv_bytes`: what the caller will allocate for KV on the same device. Raises ConfigError for a path that is neither,
-    an unsupported model, missing, extra or misshaped tensors, and a model that does not fit into what is `available`.
+    `kv_bytes`: what the caller will allocate for KV on the same device. `quantization`: from `resolve_quantization`;
+    auto keeps what the file holds in blocks that the kernels know, int8 and int4 round float matrices too.
+    Raises ConfigError for a path that is neither, an unsupported model, missing, extra or misshaped tensors, and a
+    model that does not fit into what is `available`.
     """
     source, place = open_source(path), torch.device(device)
     _check_tensors(source)
-    check_fit(source.spec, dtype, place, kv_bytes, available)
+    forms = Forms(source, quantization)
+    num_bytes = sum(forms.num_bytes(name, dtype) for name in expected_tensors(source.spec))
+    check_fit(source.spec, dtype, place, kv_bytes, available, num_bytes)
     fingerprint = fingerprint_files(source.files)
-    weights = _Filler(source, dtype, place, progress or (lambda done, total: None)).fill()
-    return LoadedModel(source.spec, weights, fingerprint)
+    weights = _Filler(source, forms, dtype, place, progress or (lambda done, total: None)).fill()
+    return LoadedModel(source.spec, weights, fingerprint, dtype)
 
 
 def open_source(path: Path) -> TensorSource:
@@ -194,29 +211,66 @@ def _check_tensors(source: TensorSource) -> None:
         raise ConfigError(f"tensor {name}: expected no such tensor but got one of shape {found[name]}")
 
 
+class Forms:
+    """In which form each matrix is kept: a kind of block, or None for numbers.
+
+    What the file holds in blocks is never rounded again. What is rounded here: every matrix whose rows are whole
+    blocks, but no router; the embedding and the head to 8 bits even if 4 are asked for, as GGUF files do.
+    """
+
+    def __init__(self, source: TensorSource, quantization: Quantization) -> None:
+        self._source = source
+        self._quantization = quantization
+        self._shapes = expected_tensors(source.spec)
+
+    def of(self, names: Sequence[str]) -> BlockKind | None:
+        """The form of matrices that are kept as one."""
+        shape = self._shapes[names[0]]
+        if self._quantization == "none" or len(shape) != 2 or names[0].endswith(_ROUTER):
+            return None
+        stored = {self._source.block_kind(name) for name in names}
+        if stored != {None}:
+            return stored.pop() if len(stored) == 1 else None
+        if self._quantization == "auto" or shape[1] % GROUP:
+            return None
+        is_whole = self._quantization == "int8" or names[0] in _VOCABULARY
+        return BlockKind.Q8_0 if is_whole else BlockKind.Q4_1
+
+    def num_bytes(self, name: str, dtype: torch.dtype) -> int:
+        """What the tensor takes in memory."""
+        shape = self._shapes[name]
+        kind = self.of(fused_with(name))
+        if kind is not None:
+            return shape[0] * row_bytes(kind, shape[1])
+        return torch.Size(shape).numel() * dtype.itemsize
+
+
 class _Filler:
     """Reads tensors one by one into their final, possibly fused, place."""
 
     def __init__(
-        self, source: TensorSource, dtype: torch.dtype, device: torch.device, progress: Progress
+        self,
+        source: TensorSource,
+        forms: Forms,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress,
     ) -> None:
         self._source = source
+        self._forms = forms
         self._dtype = dtype
         self._device = device
         self._progress = progress
         self._shapes = expected_tensors(source.spec)
         self._done = 0
-        self._total = sum(self._num_bytes(shape) for shape in self._shapes.values())
+        self._total = sum(forms.num_bytes(name, dtype) for name in self._shapes)
 
     def fill(self) -> ModelWeights:
         spec = self._source.spec
-        embedding = self._fuse(["model.embed_tokens.weight"])
+        embedding = self._linear(["model.embed_tokens"], has_bias=False)
         layers = tuple(self._layers(spec))
         final_norm = self._norm("model.norm.weight")
-        if spec.tie_embeddings:
-            lm_head = Linear(embedding, is_shared=True)
-        else:
-            lm_head = Linear(self._fuse(["lm_head.weight"]))
+        lm_head = embedding if spec.tie_embeddings else self._linear(["lm_head"], has_bias=False)
         return ModelWeights(embedding, layers, final_norm, lm_head)
 
     def _layers(self, spec: ModelSpec) -> Iterator[LayerWeights]:
@@ -257,9 +311,12 @@ class _Filler:
         return torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
 
     def _linear(self, names: list[str], has_bias: bool) -> Linear:
-        weight = self._fuse([f"{name}.weight" for name in names])
+        weights = [f"{name}.weight" for name in names]
         bias = self._fuse([f"{name}.bias" for name in names]) if has_bias else None
-        return Linear(weight, bias)
+        kind = self._forms.of(weights)
+        if kind is None:
+            return Linear(self._fuse(weights), bias)
+        return Linear(None, bias, quantized=Quantized(kind, self._fuse_blocks(weights, kind)))
 
     def _norm(self, name: str) -> Tensor:
         # Norms run in float32 whatever the model's dtype, so their weights are kept so.
@@ -273,9 +330,26 @@ class _Filler:
         for name, num_rows in zip(names, rows, strict=True):
             self._source.read_into(name, fused[low : low + num_rows])
             low += num_rows
-            self._done += self._num_bytes(self._shapes[name])
-            self._progress(self._done, self._total)
+            self._report(name)
         return fused
 
-    def _num_bytes(self, shape: tuple[int, ...]) -> int:
-        return torch.Size(shape).numel() * self._dtype.itemsize
+    def _fuse_blocks(self, names: list[str], kind: BlockKind) -> Tensor:
+        shapes = [self._shapes[name] for name in names]
+        num_rows = sum(rows for rows, _ in shapes)
+        fused = torch.empty(num_rows, row_bytes(kind, shapes[0][1]), dtype=torch.uint8, device=self._device)
+        low = 0
+        for name, shape in zip(names, shapes, strict=True):
+            target = fused[low : low + shape[0]]
+            if self._source.block_kind(name) is kind:
+                self._source.read_blocks(name, target)
+            else:
+                numbers = torch.empty(shape)
+                self._source.read_into(name, numbers)
+                target.copy_(quantize(numbers, kind).blocks)
+            low += shape[0]
+            self._report(name)
+        return fused
+
+    def _report(self, name: str) -> None:
+        self._done += self._forms.num_bytes(name, self._dtype)
+        self._progress(self._done, self._total)

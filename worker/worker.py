@@ -42,6 +42,7 @@ from engine.blocks import BlockPool
 from engine.kv import KvSlab, num_blocks_for
 from engine.loop import Event, StepLoop
 from engine.model import Model
+from engine.quantization import resolve_quantization
 from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.sequence import EndRules
@@ -197,7 +198,10 @@ class Worker:
         device = _device(engine.device)
         dtype = resolve_dtype(self._config.model.dtype, device)
         kv_bytes = _planned_kv_bytes(engine, device)
-        model = load_model(path, dtype, _progress(self._worker_id), device, kv_bytes)
+        quantization = resolve_quantization(engine.quantization, torch.device(device))
+        model = load_model(
+            path, dtype, _progress(self._worker_id), device, kv_bytes, quantization=quantization
+        )
         num_blocks = engine.num_blocks or num_blocks_for(
             kv_bytes or _free_gpu_kv_bytes(), model.spec, engine.block_size, dtype
         )

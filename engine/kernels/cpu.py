@@ -1,4 +1,5 @@
-"""What runs faster on CPUs than plain torch: matrix products and attention. Equal to `reference` up to rounding.
+"""What runs faster on CPUs than plain torch, without a compiler: matrix products and attention. Equal to `reference`
+up to rounding.
 
 Products, by what the CPU can do:
     float32                        oneDNN, weights packed once: 1.3 to 1.6 times as fast as torch's own, 4 to 64 rows
@@ -46,6 +47,7 @@ def pack(layer: Linear) -> None:
 def linear(x: Tensor, layer: Linear) -> Tensor:
     """x [T, in] -> [T, out] in x's dtype, or in float32 where that costs nothing."""
     if layer.packed is not None:
+        assert isinstance(layer.packed, Tensor), "packed by another kernel set"
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, layer.packed, layer.bias, "none", [], "")
         return product
     assert layer.weight is not None, "neither packed nor plain"
@@ -59,6 +61,32 @@ def logits(x: Tensor, head: Linear) -> Tensor:
     if head.packed is None and x.dtype == torch.bfloat16 and len(x) <= MAX_NATIVE_HEAD_ROWS:
         return reference.refined_logits(F.linear(x, head.weight), x, head.weight)
     return reference.refined_logits(linear(x, head), x, head.weight)
+
+
+embed = reference.embed
+add_norm = reference.add_norm
+gated = reference.gated
+
+
+def split_heads(
+    qkv: Tensor,
+    norms: tuple[Tensor | None, float],
+    rotation: tuple[Tensor, Tensor],
+    kv: Tensor,
+    place: tuple[Tensor, Tensor],
+) -> Tensor:
+    """As reference.split_heads."""
+    q, k, v = reference.turned_heads(qkv, norms, rotation, kv)
+    write_kv(kv, k, v, *place)
+    return q
+
+
+def attend_decodes(
+    q: Tensor, kv: Tensor, group: tuple[Tensor, Tensor, Tensor], rule: AttentionRule, out: Tensor
+) -> None:
+    """As reference.attend_decodes."""
+    rows, block_table, context_lens = group
+    out[rows] = paged_attention(q[rows], kv, block_table, context_lens, rule)
 
 
 def write_kv(kv: Tensor, k: Tensor, v: Tensor, block_ids: Tensor, slots: Tensor) -> None:

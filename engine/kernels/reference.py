@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.grouped import GroupedWeight, dequantized
-from engine.spec import AttentionRule
+from engine.spec import Activation, AttentionRule
 from engine.weights import Linear
 
 MAX_QUERY_ROWS = 256
@@ -37,6 +37,69 @@ def linear(x: Tensor, layer: Linear) -> Tensor:
 def grouped_linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None) -> Tensor:
     """x [T, in] -> [T, out] in x's dtype, by 4- or 8-bit weights; computed in float32."""
     return F.linear(x.float(), dequantized(weight), None if bias is None else bias.float()).to(x.dtype)
+
+
+def embed(token_ids: Tensor, table: Linear) -> Tensor:
+    """token_ids [T] -> their rows of `table`, [T, hidden] float32."""
+    assert table.weight is not None, "packed by another kernel set"
+    return table.weight[token_ids].float()
+
+
+def add_norm(
+    hidden: Tensor, added: Tensor | None, post: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """hidden [T, width] float32 plus `added`, which is normed by `post` first if there is one; and the norm of the sum
+    by `weight`, in `dtype`. The given `hidden` may be overwritten."""
+    if added is not None:
+        hidden = hidden + (added if post is None else rms_norm(added.float(), post, eps))
+    return hidden, rms_norm(hidden, weight, eps).to(dtype)
+
+
+def split_heads(
+    qkv: Tensor,
+    norms: tuple[Tensor | None, float],
+    rotation: tuple[Tensor, Tensor],
+    kv: Tensor,
+    place: tuple[Tensor, Tensor],
+) -> Tensor:
+    """qkv [T, (H + 2 K) * D] -> q [T, H, D] float32, rotated; keys, rotated, and values go into kv [N, 2, K, S, D].
+
+    norms: the weight [H + K, D] of a norm over each query and key head, or None, and its epsilon; rotation: cos and
+    sin of `rope_table`; place: block_ids and slots [T].
+    """
+    q, k, v = turned_heads(qkv, norms, rotation, kv)
+    write_kv(kv, k, v, *place)
+    return q
+
+
+def turned_heads(
+    qkv: Tensor, norms: tuple[Tensor | None, float], rotation: tuple[Tensor, Tensor], kv: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [T, H, D] and k [T, K, D] float32, normed and rotated, and v [T, K, D]."""
+    num_kv_heads, head_dim = kv.shape[2], kv.shape[4]
+    heads = qkv.view(len(qkv), -1, head_dim)
+    num_rotated = heads.shape[1] - num_kv_heads
+    turning = heads[:, :num_rotated]
+    weight, eps = norms
+    if weight is not None:
+        turning = head_norm(turning, weight, eps)
+    rotated = rope(turning, *rotation)
+    q, k = torch.split(rotated, [num_rotated - num_kv_heads, num_kv_heads], dim=1)
+    return q, k, heads[:, num_rotated:]
+
+
+def attend_decodes(
+    q: Tensor, kv: Tensor, group: tuple[Tensor, Tensor, Tensor], rule: AttentionRule, out: Tensor
+) -> None:
+    """`paged_attention` of some rows of q [T, H, D] into the same rows of `out`; group: rows [B], block_table [B, M],
+    context_lens [B]."""
+    rows, block_table, context_lens = group
+    out[rows] = paged_attention(q[rows], kv, block_table, context_lens, rule)
+
+
+def gated(gate_up: Tensor, activation: Activation, dtype: torch.dtype) -> Tensor:
+    """gate_up [T, 2 * inner] -> activation(first half) * second half, [T, inner]."""
+    return (geglu(gate_up) if activation == "gelu_tanh" else swiglu(gate_up)).to(dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from engine.kv import KvSlab
 from engine.model import Model
+from engine.quantization import Quantization
 from engine.runner import Runner, StepItem
 from engine.weights import load_model
 
@@ -52,6 +53,6 @@ def greedy(runner: Runner, cases: list[Case], num_tokens: int) -> list[list[int]
     return outputs
 
 
-def make_runner(path: Path, dtype: torch.dtype) -> Runner:
-    model = load_model(path, dtype)
+def make_runner(path: Path, dtype: torch.dtype, quantization: Quantization = "none") -> Runner:
+    model = load_model(path, dtype, quantization=quantization)
     return Runner(Model(model), KvSlab.allocate(model.spec, NUM_BLOCKS, BLOCK_SIZE, dtype), num_threads=1)

@@ -8,10 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels import cpu, reference
+from engine.kernels.native import kernels as native
+from engine.kernels.native.build import library
 from engine.model import Kernels
 from engine.spec import AttentionRule
 from engine.weights import Linear
 
+KERNEL_SETS: list[Kernels] = [reference, cpu] if library() is None else [reference, cpu, native]
 H, K, D, S, L, N = 6, 2, 16, 4, 3, 12
 PLAIN = AttentionRule(scale=D**-0.5)
 RULES = {
@@ -46,7 +49,7 @@ def textbook(q: Tensor, kv: Tensor, block_ids: list[int], num_context: int, rule
     return (probs @ values).transpose(0, 1).to(kv.dtype)
 
 
-@pytest.mark.parametrize("kernels", [reference, cpu])
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 def test_paged_attention_is_attention_over_each_context(
@@ -63,7 +66,7 @@ def test_paged_attention_is_attention_over_each_context(
         torch.testing.assert_close(out[row : row + 1], expected, rtol=rtol, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernels", [reference, cpu])
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
 @pytest.mark.parametrize(("start", "num_tokens"), [(0, 7), (5, 4), (0, 40), (8, 32)])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 def test_prefill_attention_is_causal_over_the_past(
@@ -89,7 +92,7 @@ def test_query_tiles_do_not_change_prefill(
     torch.testing.assert_close(tiled, whole, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kernels", [reference, cpu])
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
 def test_blocks_behind_the_window_are_not_read(kernels: Kernels) -> None:
     kv = make_layer()
     kv[torch.tensor([4, 11])] = torch.nan  # positions 0 to 7
@@ -146,7 +149,7 @@ def test_a_shared_weight_survives_packing() -> None:
         assert layer.weight is not None
 
 
-@pytest.mark.parametrize("kernels", [reference, cpu])
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
 @pytest.mark.parametrize("num_rows", [1, 8])
 def test_best_logits_are_exact_in_bfloat16(kernels: Kernels, num_rows: int) -> None:
     torch.manual_seed(0)

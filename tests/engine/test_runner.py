@@ -133,7 +133,7 @@ def test_an_impossible_item_is_an_engine_error(model: LoadedModel, item: StepIte
 def test_a_block_outside_the_slab_is_never_written(model: LoadedModel) -> None:
     runner = make_runner(model, num_blocks=2)
     for block in (2, 3, -1):
-        with pytest.raises((IndexError, RuntimeError)):
+        with pytest.raises(EngineError, match="block ids within 0 to 1"):
             runner.execute([StepItem([1], 0, [block], True)])
 
 

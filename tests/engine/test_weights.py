@@ -17,7 +17,8 @@ from tests.engine.tiny_models import checkpoint_tensors, make_config, make_oracl
 
 def all_tensors(model: LoadedModel) -> list[torch.Tensor]:
     weights = model.weights
-    tensors = [weights.embedding, weights.final_norm]
+    assert weights.embedding.weight is not None
+    tensors = [weights.embedding.weight, weights.final_norm]
     for layer in weights.layers:
         tensors += [layer.attention_norm, layer.mlp_norm]
         for linear in (*layer.matrices, weights.lm_head):
@@ -107,7 +108,7 @@ def test_stop_tokens_of_both_configs_count(tmp_path: Path) -> None:
 def test_tied_head_is_the_embedding(tmp_path: Path) -> None:
     config = make_config(tie_word_embeddings=True)
     model = load_model(write_hf(tmp_path, config, make_oracle(config)), torch.float32)
-    assert model.weights.lm_head.weight is model.weights.embedding
+    assert model.weights.lm_head is model.weights.embedding
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,113 @@
+"""The kernel set of CPUs that have the compiled functions. Equal to `reference` up to rounding.
+
+    quantized weights    compiled products; beyond a few rows, where the CPU multiplies bfloat16 natively, oneDNN with
+                         the weights expanded for the call
+    float weights        `cpu`: oneDNN with packed weights
+    all between          compiled, one pass each: norm with addition, heads with rotation and KV, gate, attention
+
+`cpu` is asked wherever the compiled functions do not know a shape.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.kernels import cpu
+from engine.kernels.native import ops
+from engine.spec import Activation, AttentionRule
+from engine.weights import Linear, has_native_bf16
+
+MIN_EXPANDED_ROWS = 32
+"""Rows from which a bfloat16 product is worth expanding the weights."""
+
+write_kv = cpu.write_kv
+
+
+def pack(layer: Linear) -> None:
+    """As cpu.pack; a quantized matrix is brought into the order of its kernel, and its blocks are dropped."""
+    if layer.quantized is None:
+        if layer.packed is None:
+            cpu.pack(layer)
+        return
+    layer.packed = ops.pack(layer.quantized)
+    layer.quantized = None
+    layer.bias = None if layer.bias is None else layer.bias.float()
+
+
+def linear(x: Tensor, layer: Linear) -> Tensor:
+    """x [T, in] -> [T, out], float32 unless both x and weights are bfloat16."""
+    panels = layer.packed
+    if not isinstance(panels, ops.Panels):
+        return cpu.linear(x, layer)
+    if x.dtype == torch.bfloat16 and len(x) >= MIN_EXPANDED_ROWS and has_native_bf16():
+        bias = None if layer.bias is None else layer.bias.to(x.dtype)
+        return F.linear(x, ops.expand(panels), bias)
+    return ops.linear(x, panels, layer.bias)
+
+
+def logits(x: Tensor, head: Linear) -> Tensor:
+    """As reference.logits; of a quantized head all are exact up to float32."""
+    if isinstance(head.packed, ops.Panels):
+        return ops.linear(x, head.packed, head.bias)
+    return cpu.logits(x, head)
+
+
+def embed(token_ids: Tensor, table: Linear) -> Tensor:
+    """As reference.embed."""
+    if isinstance(table.packed, ops.Panels):
+        return ops.rows(table.packed, token_ids)
+    return cpu.embed(token_ids, table)
+
+
+def add_norm(
+    hidden: Tensor, added: Tensor | None, post: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """As reference.add_norm, in place."""
+    return hidden, ops.add_norm(hidden, added, post, weight, eps, dtype)
+
+
+def split_heads(
+    qkv: Tensor,
+    norms: tuple[Tensor | None, float],
+    rotation: tuple[Tensor, Tensor],
+    kv: Tensor,
+    place: tuple[Tensor, Tensor],
+) -> Tensor:
+    """As reference.split_heads."""
+    return ops.split_heads(qkv, norms, rotation, kv, place)
+
+
+def gated(gate_up: Tensor, activation: Activation, dtype: torch.dtype) -> Tensor:
+    """As reference.gated."""
+    return ops.gated(gate_up, activation == "gelu_tanh", dtype)
+
+
+def attend_decodes(
+    q: Tensor, kv: Tensor, group: tuple[Tensor, Tensor, Tensor], rule: AttentionRule, out: Tensor
+) -> None:
+    """As reference.attend_decodes."""
+    if ops.can_attend(kv):
+        ops.decode_attention(q, kv, group, rule, out)
+    else:
+        cpu.attend_decodes(q, kv, group, rule, out)
+
+
+def paged_attention(
+    q: Tensor, kv: Tensor, block_table: Tensor, context_lens: Tensor, rule: AttentionRule
+) -> Tensor:
+    """As reference.paged_attention."""
+    out = torch.empty(q.shape, dtype=kv.dtype)
+    group = (torch.arange(len(q)), block_table.contiguous(), context_lens)
+    attend_decodes(q.float().contiguous(), kv, group, rule, out)
+    return out
+
+
+def prefill_attention(q: Tensor, kv: Tensor, block_ids: Tensor, start: int, rule: AttentionRule) -> Tensor:
+    """As reference.prefill_attention."""
+    if not ops.can_attend(kv):
+        return cpu.prefill_attention(q, kv, block_ids, start, rule)
+    out = torch.empty(q.shape, dtype=kv.dtype)
+    ops.prefill_attention(q.float().contiguous(), kv, block_ids, start, rule, out)
+    return out

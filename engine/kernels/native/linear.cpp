@@ -1,0 +1,345 @@
+// Products with weights of 4 or 8 bits: w = d * q + m over groups of 32 along a row, d and m in half precision.
+//
+// A matrix [N, K] is packed into panels of 16 rows (the last is filled up with zeros), a panel into its groups:
+//
+//     int8   d [16] half   q [32 k][16] int8
+//     int4   d [16] half   q [4][16] uint32, nibble i of word j is k = 8 j + i         m = -8 d
+//     int4m  d [16] half   m [16] half   q as int4
+//
+// so a register holds 16 (or 8) rows of the same k, and what is read is read in order. d * q is exact in float32, so
+// d * q + m is the number that expanding the file gives. A few rows of x are multiplied with weights straight from
+// their registers; for more, panels are expanded into scratch once and all rows go over them.
+#include <cstdlib>
+#include <vector>
+
+#include "gemm.h"
+
+namespace baton {
+namespace {
+
+constexpr int GROUP = 32;
+constexpr int64_t MAX_SCRATCH_BYTES = 192 << 10;  // of expanded panels: they stay in the second-level cache
+
+// One group of P neighbouring panels: N registers of columns for each k. Their sums are independent of each other, which
+// hides the latency of an addition where there is but one row.
+template <int P>
+struct Int8 {
+    static constexpr int PANELS = P, N = P * NV;
+    static constexpr int64_t GROUP_BYTES = 2 * PANEL + GROUP * PANEL;
+    vf d[N];
+    const int8_t* q[P];
+    void open(const uint8_t* group, int64_t panel_bytes) {
+        for (int p = 0; p < P; p++, group += panel_bytes) {
+            for (int v = 0; v < NV; v++) d[p * NV + v] = load_half((const uint16_t*)group + v * W);
+            q[p] = (const int8_t*)group + 2 * PANEL;
+        }
+    }
+    template <class F>
+    void each_k(F use) const {
+#pragma GCC unroll 4
+        for (int k = 0; k < GROUP; k++) {
+            vf w[N];
+            for (int v = 0; v < N; v++) w[v] = int8_to_float(q[v / NV] + k * PANEL + v % NV * W) * d[v];
+            use(k, w);
+        }
+    }
+};
+
+template <bool HAS_MIN, int P>
+struct Int4 {
+    static constexpr int PANELS = P, N = P * NV;
+    static constexpr int64_t GROUP_BYTES = (HAS_MIN ? 4 : 2) * PANEL + GROUP * PANEL / 2;
+    // d / 16^i: a nibble is masked where it stands and not shifted, which makes it 16^i times too large. Powers of two
+    // round nothing. The last would be the sign, so it is shifted.
+    vf d[7][N], m[N];
+    const uint32_t* q[P];
+    void open(const uint8_t* group, int64_t panel_bytes) {
+        for (int p = 0; p < P; p++, group += panel_bytes) {
+            for (int v = 0; v < NV; v++) {
+                const int at = p * NV + v;
+                d[0][at] = load_half((const uint16_t*)group + v * W);
+                m[at] = HAS_MIN ? load_half((const uint16_t*)group + PANEL + v * W) : d[0][at] * -8.0f;
+                for (int i = 1; i < 7; i++) d[i][at] = d[i - 1][at] * 0.0625f;
+            }
+            q[p] = (const uint32_t*)(group + (HAS_MIN ? 4 : 2) * PANEL);
+        }
+    }
+    template <class F>
+    void each_k(F use) const {
+        for (int j = 0; j < GROUP / 8; j++) {
+            vu words[N];
+            for (int v = 0; v < N; v++) words[v] = load_as<vu>(q[v / NV] + j * PANEL + v % NV * W);
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) {
+                vf w[N];
+                for (int v = 0; v < N; v++) {
+                    const vi nibbles = i < 7 ? (vi)(words[v] & (15u << 4 * i)) : (vi)(words[v] >> 28);
+                    w[v] = __builtin_convertvector(nibbles, vf) * d[i % 7][v] + m[v];
+                }
+                use(8 * j + i, w);
+            }
+        }
+    }
+};
+
+// R rows times the panels of a codec; out [R][PANELS * PANEL].
+template <class Codec, int R>
+void fused(const float* x, int64_t ldx, const uint8_t* panels, int64_t num_groups, float* out) {
+    constexpr int N = Codec::N;
+    vf acc[R][N];
+    for (auto& row : acc)
+        for (auto& v : row) v = vf{};
+    for (int64_t g = 0; g < num_groups; g++, x += GROUP, panels += Codec::GROUP_BYTES) {
+        Codec codec;
+        codec.open(panels, num_groups * Codec::GROUP_BYTES);
+        codec.each_k([&](int k, const vf* w) __attribute__((always_inline)) {
+            for (int r = 0; r < R; r++) {
+                const vf xr = broadcast(x[r * ldx + k]);
+                for (int v = 0; v < N; v++) acc[r][v] = xr * w[v] + acc[r][v];
+            }
+        });
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < N; v++) store(out + (r * N + v) * W, acc[r][v]);
+}
+
+template <class Codec>
+void expand(const uint8_t* panel, int64_t num_groups, float* w) {
+    for (int64_t g = 0; g < num_groups; g++) {
+        Codec codec;
+        codec.open(panel + g * Codec::GROUP_BYTES, 0);
+        codec.each_k([&](int k, const vf* columns) __attribute__((always_inline)) {
+                for (int v = 0; v < NV; v++) store(w + (g * GROUP + k) * PANEL + v * W, columns[v]);
+            });
+    }
+}
+
+// Rows of `tiles` [num_rows][width], of which the first `num_columns` are wanted, to their place; plus the bias.
+void deliver(const float* tiles, int64_t width, int64_t num_rows, int64_t num_columns, const float* bias, float* out,
+             int64_t ldo) {
+    for (int64_t r = 0; r < num_rows; r++) {
+        const float* from = tiles + r * width;
+        float* to = out + r * ldo;
+        if (bias)
+            for (int64_t c = 0; c < num_columns; c++) to[c] = from[c] + bias[c];
+        else
+            std::memcpy(to, from, num_columns * sizeof(float));
+    }
+}
+
+struct Product {
+    const uint8_t* panels;
+    const float* bias;
+    const float* x;
+    float* out;
+    int64_t num_rows, num_k, num_columns;
+    int num_threads;
+};
+
+template <template <int> class Format, int R, int P>
+void few_rows(const Product& job) {
+    using Codec = Format<P>;
+    const int64_t num_groups = job.num_k / GROUP, num_panels = (job.num_columns + PANEL - 1) / PANEL;
+    const int64_t panel_bytes = num_groups * Codec::GROUP_BYTES;
+#pragma omp parallel for num_threads(job.num_threads) if (job.num_threads > 1)
+    for (int64_t at = 0; at < num_panels; at += P) {
+        float sums[R * P * PANEL];
+        for (int64_t p = at; p < at + P && p < num_panels;) {
+            const int64_t column = p * PANEL;
+            const int64_t width = p + P <= num_panels ? P : 1;
+            const uint8_t* panel = job.panels + p * panel_bytes;
+            if (width == P)
+                fused<Codec, R>(job.x, job.num_k, panel, num_groups, sums);
+            else
+                fused<Format<1>, R>(job.x, job.num_k, panel, num_groups, sums);
+            const int64_t left = job.num_columns - column, wide = width * PANEL;
+            deliver(sums, wide, R, left < wide ? left : wide, job.bias ? job.bias + column : nullptr,
+                    job.out + column, job.num_columns);
+            p += width;
+        }
+    }
+}
+
+template <class Codec>
+void many_rows(const Product& job) {
+    const int64_t num_groups = job.num_k / GROUP, num_panels = (job.num_columns + PANEL - 1) / PANEL;
+    const int64_t panel_bytes = num_groups * Codec::GROUP_BYTES, expanded = job.num_k * PANEL;
+    int64_t at_once = MAX_SCRATCH_BYTES / (expanded * int64_t(sizeof(float)));
+    at_once = at_once < 1 ? 1 : at_once > 4 ? 4 : at_once;
+#pragma omp parallel num_threads(job.num_threads) if (job.num_threads > 1)
+    {
+        std::vector<float> scratch(at_once * expanded + MAX_TILE_ROWS * PANEL);
+        float* sums = scratch.data() + at_once * expanded;
+#pragma omp for
+        for (int64_t first = 0; first < num_panels; first += at_once) {
+            const int64_t end = first + at_once < num_panels ? first + at_once : num_panels;
+            for (int64_t p = first; p < end; p++)
+                expand<Codec>(job.panels + p * panel_bytes, num_groups, scratch.data() + (p - first) * expanded);
+            int64_t num_tiles = (job.num_rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+            for (int64_t low = 0, rows; low < job.num_rows; low += rows, num_tiles--) {
+                rows = (job.num_rows - low + num_tiles - 1) / num_tiles;  // as even as they go
+                for (int64_t p = first; p < end; p++) {
+                    const int64_t column = p * PANEL, left = job.num_columns - column;
+                    panel_product<false>(job.x + low * job.num_k, job.num_k, rows,
+                                         scratch.data() + (p - first) * expanded, PANEL, job.num_k, sums, PANEL);
+                    deliver(sums, PANEL, rows, left < PANEL ? left : PANEL, job.bias ? job.bias + column : nullptr,
+                            job.out + low * job.num_columns + column, job.num_columns);
+                }
+            }
+        }
+    }
+}
+
+// Panels at once, for one row and for more: four sums at least; AVX-512 has twice the registers, each as wide as a panel.
+constexpr int FEW = NV == 1 ? 4 : 2;
+constexpr int SOME = NV == 1 ? 2 : 1;
+constexpr int MAX_FUSED_TILE = 5;   // more rows would not fit into the registers of AVX2
+constexpr int64_t MAX_FUSED_ROWS = 10;  // beyond, expanding a panel once pays
+
+template <template <int> class Format>
+void product(const Product& whole) {
+    if (whole.num_rows > MAX_FUSED_ROWS) return many_rows<Format<1>>(whole);
+    int64_t num_tiles = (whole.num_rows + MAX_FUSED_TILE - 1) / MAX_FUSED_TILE;
+    for (int64_t low = 0; low < whole.num_rows; num_tiles--) {
+        Product job = whole;
+        job.num_rows = (whole.num_rows - low + num_tiles - 1) / num_tiles;
+        job.x += low * job.num_k;
+        job.out += low * job.num_columns;
+        low += job.num_rows;
+        switch (job.num_rows) {
+            case 1: few_rows<Format, 1, FEW>(job); break;
+            case 2: few_rows<Format, 2, SOME>(job); break;
+            case 3: few_rows<Format, 3, SOME>(job); break;
+            case 4: few_rows<Format, 4, SOME>(job); break;
+            default: few_rows<Format, 5, SOME>(job); break;
+        }
+    }
+}
+
+// One row of a panel, as float32.
+template <class Codec>
+void expand_row(const uint8_t* panels, int64_t num_k, int64_t row, float* out) {
+    const int64_t num_groups = num_k / GROUP;
+    const uint8_t* panel = panels + row / PANEL * num_groups * Codec::GROUP_BYTES;
+    const int64_t lane = row % PANEL;
+    for (int64_t g = 0; g < num_groups; g++) {
+        Codec codec;
+        codec.open(panel + g * Codec::GROUP_BYTES, 0);
+        codec.each_k([&](int k, const vf* columns) { out[g * GROUP + k] = columns[lane / W][lane % W]; });
+    }
+}
+
+// The whole matrix [N, K] in bfloat16, for machines that multiply it faster than float32.
+template <class Codec>
+void expand_all(const uint8_t* panels, int64_t num_rows, int64_t num_k, bf16* out) {
+    const int64_t num_groups = num_k / GROUP;
+    std::vector<float> panel(num_k * PANEL);
+    for (int64_t row = 0; row < num_rows; row++) {
+        if (row % PANEL == 0)
+            expand<Codec>(panels + row / PANEL * num_groups * Codec::GROUP_BYTES, num_groups, panel.data());
+        for (int64_t k = 0; k < num_k; k++) from_float(out + row * num_k + k, panel[k * PANEL + row % PANEL]);
+    }
+}
+
+// From the blocks of a GGUF file. Layouts: ggml's block_q4_0 (d, 16 bytes: low nibbles k 0-15, high 16-31), block_q4_1
+// (d, m, the same), block_q8_0 (d, 32 int8).
+template <int BLOCK_BYTES, int GROUP_BYTES, class Put>
+void pack(const uint8_t* blocks, int64_t num_rows, int64_t num_k, uint8_t* panels, Put put) {
+    const int64_t num_groups = num_k / GROUP, num_panels = (num_rows + PANEL - 1) / PANEL;
+    std::memset(panels, 0, num_panels * num_groups * GROUP_BYTES);
+    for (int64_t row = 0; row < num_rows; row++) {
+        uint8_t* panel = panels + row / PANEL * num_groups * GROUP_BYTES;
+        for (int64_t g = 0; g < num_groups; g++)
+            put(blocks + (row * num_groups + g) * BLOCK_BYTES, panel + g * GROUP_BYTES, row % PANEL);
+    }
+}
+
+void put_half(uint8_t* group, int64_t index, const uint8_t* from) { std::memcpy(group + 2 * index, from, 2); }
+
+void put_nibbles(uint8_t* words, int64_t lane, const uint8_t* packed) {
+    for (int j = 0; j < 4; j++) {
+        uint32_t word = 0;
+        for (int i = 0; i < 8; i++) {
+            const int k = 8 * j + i;
+            const uint32_t nibble = k < 16 ? packed[k] & 15 : packed[k - 16] >> 4;
+            word |= nibble << (4 * i);
+        }
+        std::memcpy(words + (j * PANEL + lane) * 4, &word, 4);
+    }
+}
+
+template <int P>
+using Int4Plain = Int4<false, P>;
+template <int P>
+using Int4Min = Int4<true, P>;
+
+enum Kind { INT8 = 0, INT4 = 1, INT4M = 2 };
+
+}  // namespace
+}  // namespace baton
+
+using namespace baton;
+
+extern "C" {
+
+int64_t baton_panel_bytes(int kind, int64_t num_rows, int64_t num_k) {
+    const int64_t group = kind == INT8    ? Int8<1>::GROUP_BYTES
+                          : kind == INT4 ? Int4Plain<1>::GROUP_BYTES
+                                         : Int4Min<1>::GROUP_BYTES;
+    return (num_rows + PANEL - 1) / PANEL * (num_k / GROUP) * group;
+}
+
+void baton_pack(int kind, const uint8_t* blocks, int64_t num_rows, int64_t num_k, uint8_t* panels) {
+    if (kind == INT8)
+        pack<34, Int8<1>::GROUP_BYTES>(blocks, num_rows, num_k, panels, [](const uint8_t* b, uint8_t* g, int64_t lane) {
+            put_half(g, lane, b);
+            for (int k = 0; k < GROUP; k++) g[2 * PANEL + k * PANEL + lane] = b[2 + k];
+        });
+    else if (kind == INT4)
+        pack<18, Int4Plain<1>::GROUP_BYTES>(blocks, num_rows, num_k, panels,
+                                           [](const uint8_t* b, uint8_t* g, int64_t lane) {
+                                               put_half(g, lane, b);
+                                               put_nibbles(g + 2 * PANEL, lane, b + 2);
+                                           });
+    else
+        pack<20, Int4Min<1>::GROUP_BYTES>(blocks, num_rows, num_k, panels,
+                                          [](const uint8_t* b, uint8_t* g, int64_t lane) {
+                                              put_half(g, lane, b);
+                                              put_half(g, PANEL + lane, b + 2);
+                                              put_nibbles(g + 4 * PANEL, lane, b + 4);
+                                          });
+}
+
+void baton_linear(int kind, const uint8_t* panels, const float* bias, const float* x, float* out, int64_t num_rows,
+                  int64_t num_k, int64_t num_columns, int num_threads) {
+    if (!num_rows) return;
+    const Product job{panels, bias, x, out, num_rows, num_k, num_columns, num_threads};
+    if (kind == INT8)
+        product<Int8>(job);
+    else if (kind == INT4)
+        product<Int4Plain>(job);
+    else
+        product<Int4Min>(job);
+}
+
+void baton_rows(int kind, const uint8_t* panels, const int64_t* rows, int64_t num_rows, int64_t num_k, float* out) {
+    for (int64_t i = 0; i < num_rows; i++) {
+        if (kind == INT8)
+            expand_row<Int8<1>>(panels, num_k, rows[i], out + i * num_k);
+        else if (kind == INT4)
+            expand_row<Int4Plain<1>>(panels, num_k, rows[i], out + i * num_k);
+        else
+            expand_row<Int4Min<1>>(panels, num_k, rows[i], out + i * num_k);
+    }
+}
+
+void baton_expand(int kind, const uint8_t* panels, int64_t num_rows, int64_t num_k, void* out) {
+    if (kind == INT8)
+        expand_all<Int8<1>>(panels, num_rows, num_k, (bf16*)out);
+    else if (kind == INT4)
+        expand_all<Int4Plain<1>>(panels, num_rows, num_k, (bf16*)out);
+    else
+        expand_all<Int4Min<1>>(panels, num_rows, num_k, (bf16*)out);
+}
+
+}  // extern "C"

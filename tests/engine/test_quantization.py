@@ -1,0 +1,122 @@
+"""Weights that stay in blocks from the file to memory, and weights that are rounded when asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from contracts.errors import ConfigError
+from engine import quantization, weights
+from engine.quantization import BlockKind, resolve_quantization
+from engine.weights import Linear, LoadedModel, load_model
+from tests.engine.tiny_models import FAMILIES, family_config, make_config, make_oracle, write_gguf, write_hf
+
+CONFIG = make_config(hidden_size=96, intermediate_size=128, num_attention_heads=6, head_dim=16)
+
+
+def numbers(matrix: Linear) -> torch.Tensor:
+    if matrix.quantized is not None:
+        return matrix.quantized.expanded()
+    assert matrix.weight is not None
+    return matrix.weight
+
+
+def matrices(model: LoadedModel) -> list[Linear]:
+    held = model.weights
+    return [held.embedding, held.lm_head, *(m for layer in held.layers for m in layer.matrices)]
+
+
+@pytest.mark.parametrize("kind", [BlockKind.Q4_0, BlockKind.Q4_1, BlockKind.Q8_0])
+def test_blocks_of_a_file_are_kept_and_are_its_numbers(tmp_path: Path, kind: BlockKind) -> None:
+    path = write_gguf(tmp_path / "x.gguf", make_oracle(CONFIG), kind.name)
+    kept = load_model(path, torch.float32, quantization="auto")
+    expanded = load_model(path, torch.float32)
+    for ours, theirs in zip(matrices(kept), matrices(expanded), strict=True):
+        assert ours.quantized is not None
+        assert ours.quantized.kind is kind
+        assert theirs.quantized is None
+        assert torch.equal(numbers(ours), numbers(theirs))
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_what_the_file_quantized_is_not_rounded_again(
+    tmp_path: Path, mode: quantization.Quantization
+) -> None:
+    path = write_gguf(tmp_path / "x.gguf", make_oracle(CONFIG), "Q4_0")
+    kinds = {
+        m.quantized.kind for m in matrices(load_model(path, torch.float32, quantization=mode)) if m.quantized
+    }
+    assert kinds == {BlockKind.Q4_0}
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("int8", BlockKind.Q8_0), ("int4", BlockKind.Q4_1)])
+def test_float_weights_are_rounded_when_asked_and_the_vocabulary_to_8_bits(
+    tmp_path: Path, mode: quantization.Quantization, kind: BlockKind
+) -> None:
+    path = write_hf(tmp_path, CONFIG, make_oracle(CONFIG))
+    exact, rounded = load_model(path, torch.float32), load_model(path, torch.float32, quantization=mode)
+    for index, (ours, theirs) in enumerate(zip(matrices(rounded), matrices(exact), strict=True)):
+        assert ours.quantized is not None
+        assert ours.quantized.kind is (BlockKind.Q8_0 if index < 2 else kind)
+        span = numbers(theirs).amax() - numbers(theirs).amin()
+        assert (numbers(ours) - numbers(theirs)).abs().max() < span / (200 if index < 2 else 20)
+    assert all(m.quantized is None for m in matrices(load_model(path, torch.float32, quantization="auto")))
+
+
+def test_rows_that_are_no_whole_blocks_stay_numbers(tmp_path: Path) -> None:
+    config = make_config(hidden_size=48, intermediate_size=64)
+    model = load_model(write_hf(tmp_path, config, make_oracle(config)), torch.float32, quantization="int8")
+    forms = {
+        m.quantized is not None for layer in model.weights.layers for m in (layer.qkv, layer.mlp.gate_up)
+    }
+    assert forms == {False}
+    assert model.weights.layers[0].mlp.down.quantized is not None
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if "moe" in family or family == "mixtral"])
+def test_a_router_is_never_rounded(tmp_path: Path, family: str) -> None:
+    config = {**family_config(family), "hidden_size": 96}
+    model = load_model(write_hf(tmp_path, config, make_oracle(config)), torch.float32, quantization="int4")
+    sparse = [layer.mlp for layer in model.weights.layers if hasattr(layer.mlp, "router")]
+    assert sparse
+    assert all(mlp.router.quantized is None for mlp in sparse)
+    assert all(expert.gate_up.quantized is not None for mlp in sparse for expert in mlp.experts)
+
+
+def test_progress_counts_blocks_as_they_are(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "x.gguf", make_oracle(CONFIG), "Q4_0")
+    seen: list[tuple[int, int]] = []
+    model = load_model(path, torch.float32, lambda *done: seen.append(done), quantization="auto")
+    held = sum(m.quantized.blocks.numel() for m in matrices(model) if m.quantized is not None)
+    assert seen[-1][0] == seen[-1][1] >= held
+    assert seen[-1][1] - held == 5 * 96 * 4  # the norms
+
+
+def test_the_check_of_memory_counts_blocks_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "x.gguf", make_oracle(CONFIG), "Q4_0")
+    asked: list[int] = []
+    monkeypatch.setattr(weights, "check_fit", lambda *arguments: asked.append(arguments[-1]))
+    kept = load_model(path, torch.float32, quantization="auto")
+    load_model(path, torch.float32)
+    blocks = sum(m.quantized.blocks.numel() for m in matrices(kept) if m.quantized is not None)
+    norms = 5 * 96 * 4
+    assert asked[0] == blocks + norms
+    assert asked[1] == blocks // 18 * 32 * 4 + norms
+
+
+def test_without_kernels_auto_is_none_and_a_wish_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert resolve_quantization("auto", cuda) == "none"
+    with pytest.raises(ConfigError, match=r"expected auto or none but got int8 \(device cuda"):
+        resolve_quantization("int8", cuda)
+    monkeypatch.setattr(quantization, "library", lambda: None)
+    assert resolve_quantization("auto", cpu) == "none"
+    with pytest.raises(ConfigError, match=r"got int4 \(no C\+\+ compiler that works"):
+        resolve_quantization("int4", cpu)
+    monkeypatch.setattr(quantization, "library", object)
+    assert resolve_quantization("auto", cpu) == "auto"
+    assert resolve_quantization("int4", cpu) == "int4"
