@@ -12,7 +12,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from contracts.channel import Channel, connect, raise_if_refused
 from contracts.config import TransferConfig
@@ -45,7 +45,7 @@ from kvtransfer.paths import LEAST_JUDGED_BYTES, ON_ONE_HOST, Path, Paths, least
 from kvtransfer.selftest import SelfTest
 from kvtransfer.slots import SendSlots, Staging
 from kvtransfer.transport import Link, LinkClosed, Op
-from kvtransfer.watch import Watch, watch_link
+from kvtransfer.watch import WATCH_TAG, Watch, watch_link
 
 logger = logging.getLogger("baton.kvtransfer")
 
@@ -69,6 +69,12 @@ def check_peer(ours: Hello, peer: Hello) -> None:
             f"expected transfer.slot_bytes of at least {least} (one token's KV) "
             f"but {peer.sender_id} has {peer.slot_bytes}"
         )
+
+
+def check_slots(slots: Sequence[int]) -> None:
+    """Raises ProtocolError if a peer grants what cannot be a slot: the number is the tag of a message."""
+    if not all(0 <= slot < WATCH_TAG for slot in slots):
+        raise ProtocolError(f"expected slots within [0, {WATCH_TAG}) but peer granted {slots}")
 
 
 class _PathFailed(HandoffError):
@@ -220,6 +226,7 @@ class Sender:
                     watch.heard()
                     match message:
                         case Grant(handoff_id="", slots=slots):
+                            check_slots(slots)
                             test.granted(slots)
                         case ProbeDone(slot, is_ok):
                             await test.probe_done(slot, is_ok)
@@ -258,9 +265,11 @@ class Sender:
     def _handle(self, channel: Channel, message: Message) -> None:
         match message:
             case Grant(handoff_id, slots):
+                check_slots(slots)
                 if (outgoing := self._outgoing.get(handoff_id)) is not None:
                     outgoing.granted(slots)
             case ChunkDone(handoff_id):
+                check_slots(message.granted)
                 if (outgoing := self._outgoing.get(handoff_id)) is not None:
                     outgoing.chunk_done(message)
             case Commit(handoff_id):
