@@ -180,7 +180,8 @@ async def test_abort_by_the_source_ends_both_sides_once(
         assert (await handoff.result()).error is error
         outcome = await handoff.outcome()
         assert (type(outcome), str(outcome)) == (type(error), str(error))
-        assert incoming.state is (IncomingState.UNNEEDED if error is None else IncomingState.FAILED)
+        assert incoming.state is IncomingState.RELEASED
+        assert incoming.reason == ("unneeded" if error is None else error.code)
 
 
 @both
@@ -192,7 +193,7 @@ async def test_cancel_and_abort_after_the_end_change_nothing(transport: str) -> 
         await check_delivered(handoff)
         incoming.cancel(None)
         out.abort(None)
-        assert incoming.state is IncomingState.READY
+        assert incoming.state is IncomingState.DELIVERED
         again = pair.handoff(20, handoff_id=handoff.ticket.handoff_id)
         again.expect()
         assert "is known already" in str(await again.outcome())
@@ -260,6 +261,30 @@ async def test_a_fault_while_sending_gives_the_slot_back_and_ends_only_that_hand
             handoff.open()
             assert "boom" in str((await handoff.result()).error)
             assert isinstance(await handoff.outcome(), HandoffError)
+        await pair.rest()
+        good = pair.handoff(100)
+        good.expect()
+        good.open()
+        await check_delivered(good)
+
+
+@both
+async def test_a_copy_that_finds_no_memory_ends_only_that_handoff(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with connected(make_config(transport=transport)) as pair:
+
+        def broken(*_: object) -> None:
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Pages, "scatter", broken)
+            handoff = pair.handoff(100)
+            incoming = handoff.expect()
+            handoff.open()
+            assert "could not be stored: MemoryError()" in str(await handoff.outcome())
+            assert isinstance((await handoff.result()).error, HandoffError)
+            assert incoming.reason == HandoffError.code
         await pair.rest()
         good = pair.handoff(100)
         good.expect()
