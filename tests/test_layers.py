@@ -53,6 +53,7 @@ RESTRICTED = {
     "benchmarks/kv_bandwidth.py": {"engine", "kvtransfer", "torch"},
     "benchmarks/kv_pair.py": {"kvtransfer", "torch"},
     "benchmarks/kv_raw.py": {"ucxx"},
+    "benchmarks/soak_worker.py": {"engine", "kvtransfer", "torch"},
 }
 
 # These may be imported by processes that must start fast or have no torch: nothing they load may load it.
