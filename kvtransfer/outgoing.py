@@ -31,6 +31,7 @@ from contracts.errors import BatonError, DeadlineError, HandoffError, WorkerLost
 from contracts.messages import Abort, ChunkDone, Data, Fin, HandoffState, Message, Open, Want
 from contracts.ticket import Ticket
 from kvtransfer.pages import Pages, checksum
+from kvtransfer.reshard import Reshard
 from kvtransfer.slots import SendSlots, Staging
 from kvtransfer.transport import Link, Op
 
@@ -135,7 +136,7 @@ class Route:
     staging: Staging
     is_summed: bool  # each chunk carries its checksum
     slots: SendSlots
-    pages: Pages
+    pages: Pages | Reshard
     slot_bytes: int
     progress_timeout_s: float
     forget: Callable[[str], None]

@@ -42,6 +42,7 @@ from contracts.ticket import Ticket
 from kvtransfer.outgoing import Outgoing, OutgoingResult, Route
 from kvtransfer.pages import Pages
 from kvtransfer.paths import LEAST_JUDGED_BYTES, ON_ONE_HOST, Path, Paths, least_gigabytes_per_s
+from kvtransfer.reshard import Reshard, check_layouts
 from kvtransfer.selftest import SelfTest
 from kvtransfer.slots import SendSlots, Staging
 from kvtransfer.transport import Link, LinkClosed, Op
@@ -59,16 +60,19 @@ def check_peer(ours: Hello, peer: Hello) -> None:
         raise ConfigError(
             f"expected model {ours.fingerprint!r} of {ours.sender_id} but {peer.sender_id} has {peer.fingerprint!r}"
         )
-    if peer.layout != ours.layout:
-        raise ConfigError(
-            f"expected {ours.layout} of {ours.sender_id} but {peer.sender_id} has {peer.layout}"
-        )
-    least = ours.layout.bytes_per_token if ours.layout is not None else 1
-    if peer.slot_bytes and peer.slot_bytes < least:
-        raise ConfigError(
-            f"expected transfer.slot_bytes of at least {least} (one token's KV) "
-            f"but {peer.sender_id} has {peer.slot_bytes}"
-        )
+    if ours.layout is None or peer.layout is None:
+        raise ConfigError(f"expected a kv layout but {peer.sender_id} has {peer.layout}")
+    try:
+        check_layouts(ours.layout, peer.layout)
+    except ConfigError as error:
+        raise ConfigError(f"{error} ({ours.sender_id}, {peer.sender_id})") from error
+    least = max(ours.layout.bytes_per_token, peer.layout.bytes_per_token)
+    for hello in (ours, peer):
+        if hello.slot_bytes and hello.slot_bytes < least:
+            raise ConfigError(
+                f"expected transfer.slot_bytes of at least {least} (one token's KV) "
+                f"but {hello.sender_id} has {hello.slot_bytes}"
+            )
 
 
 def check_slots(slots: Sequence[int]) -> None:
@@ -193,7 +197,7 @@ class Sender:
                 config.slot_bytes, slot_bytes, self.info.worker_id,
             )  # fmt: skip
         self._route = Route(
-            channel.send, link, Staging(link), self._is_summed, self._slots, self._pages, slot_bytes,
+            channel.send, link, Staging(link), self._is_summed, self._slots, self._pages_for(channel.peer), slot_bytes,
             config.progress_timeout_s, lambda handoff_id: self._forget(handoff_id),
         )  # fmt: skip
         test = SelfTest(config.probe_bytes, slot_bytes, channel, link, self._slots)
@@ -215,6 +219,13 @@ class Sender:
             watch.stop()
             test.stop()
             self._route = None
+
+    def _pages_for(self, peer: Hello) -> Pages | Reshard:
+        """Our blocks as the peer's layout wants them."""
+        if peer.layout is None or peer.layout == self._pages.layout:
+            return self._pages
+        logger.info("kv of %s: %s becomes %s", self.info.worker_id, self._pages.layout, peer.layout)
+        return Reshard(self._pages, peer.layout)
 
     async def _pass(self, test: SelfTest, channel: Channel, watch: Watch, end: Op) -> None:
         """Run the self-test. Raises _PathFailed if bytes are damaged or do not come in time, or the link ends."""

@@ -346,7 +346,9 @@ async def test_a_slow_answer_to_an_abort_does_not_cost_the_connection() -> None:
     ("layout", "fingerprint", "values"),
     [
         (LAYOUT, "other", ["'other'", f"'{FINGERPRINT}'"]),
-        (replace(LAYOUT, block_size=8), FINGERPRINT, ["block_size=8", "block_size=4"]),
+        (replace(LAYOUT, block_size=6), FINGERPRINT, ["block_size=6", "4", "(p, d)"]),
+        (replace(LAYOUT, num_kv_heads=3), FINGERPRINT, ["num_kv_heads=3", "peer has 2"]),
+        (replace(LAYOUT, num_layers=4), FINGERPRINT, ["num_layers=4", "peer has 2"]),
     ],
 )
 async def test_a_mismatched_peer_is_refused_with_both_sides_values(

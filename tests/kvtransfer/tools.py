@@ -50,7 +50,7 @@ def make_config(**changes: Any) -> TransferConfig:
 
 def make_slab(seed: int, layout: KvLayout = LAYOUT) -> Tensor:
     shape = (NUM_BLOCKS, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(getattr(torch, layout.dtype))
 
 
 def make_ticket(num_tokens: int, handoff_id: str = "", **changes: Any) -> Ticket:
