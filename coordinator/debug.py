@@ -1,4 +1,4 @@
-"""`/debug/kv`: the block audit of every worker, for operators.
+"""`/debug/kv`: the block audit of every worker; `/debug/peers`: the KV paths between them. For operators.
 
 Answers on loopback, or to the admin key. Behind a proxy on the same host (Serve's own, for one) the TCP peer
 is always loopback, whoever asked; there the LAST address of X-Forwarded-For counts, because that one was
@@ -8,6 +8,7 @@ written by the proxy that speaks to us, while the ones before it are whatever th
 from __future__ import annotations
 
 import hmac
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +16,7 @@ from starlette.requests import Request
 
 from contracts.errors import AuthenticationError, PermissionDenied
 from coordinator.addresses import is_loopback
-from coordinator.backend import WorkerAudit
+from coordinator.backend import WorkerAudit, WorkerStatus
 
 
 def check_debug_access(request: Request, admin_key: str | None, sees_clients: bool = True) -> None:
@@ -36,6 +37,24 @@ def check_debug_access(request: Request, admin_key: str | None, sees_clients: bo
 def audit_json(workers: list[WorkerAudit]) -> dict[str, Any]:
     """The documented form: one flat object per worker, then who owns the blocks."""
     return {"workers": [_worker(worker) for worker in workers]}
+
+
+def peers_json(workers: Iterable[WorkerStatus]) -> dict[str, Any]:
+    """Every KV connection as its prefill side sees it: path, speed, warnings, and what happened lately."""
+    return {"workers": [_peers(worker) for worker in workers]}
+
+
+def _peers(worker: WorkerStatus) -> dict[str, Any]:
+    status = worker.status
+    return {
+        "worker_id": status.worker_id,
+        "role": worker.role,
+        "incarnation": status.incarnation,
+        "is_ready": status.is_ready,
+        "reason": status.reason,
+        "slots": status.labelled.get("baton_worker_kv_slots", {}),
+        "peers": [asdict(peer) for peer in status.peers],
+    }
 
 
 def _worker(worker: WorkerAudit) -> dict[str, Any]:

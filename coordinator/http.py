@@ -32,7 +32,7 @@ from contracts.errors import BatonError, ModelNotFoundError
 from coordinator.answer import Answer
 from coordinator.backend import Backend
 from coordinator.body import read_json
-from coordinator.debug import audit_json, check_debug_access
+from coordinator.debug import audit_json, check_debug_access, peers_json
 from coordinator.drain import SHUTTING_DOWN, Drain
 from coordinator.errors_http import (
     as_baton_error,
@@ -61,6 +61,7 @@ _ENDPOINTS = {
     "/ready": "ready",
     "/metrics": "metrics",
     "/debug/kv": "debug",
+    "/debug/peers": "debug",
 }
 
 Result = TypeVar("Result")
@@ -95,6 +96,7 @@ def make_app(
             Route("/version", edge.version, methods=["GET"]),
             Route("/metrics", edge.show_metrics, methods=["GET"]),
             Route("/debug/kv", edge.debug_kv, methods=["GET"]),
+            Route("/debug/peers", edge.debug_peers, methods=["GET"]),
         ],
     )
     app.add_exception_handler(BatonError, edge.on_error)
@@ -197,6 +199,10 @@ class Edge:
     async def debug_kv(self, request: Request) -> Response:
         check_debug_access(request, self._config.server.admin_key, self._sees_clients)
         return json_response(audit_json(await self._backend.audit()))
+
+    async def debug_peers(self, request: Request) -> Response:
+        check_debug_access(request, self._config.server.admin_key, self._sees_clients)
+        return json_response(peers_json(self._backend.readiness().workers))
 
     async def on_error(self, request: Request, error: Exception) -> Response:
         """Every error that has no response yet."""

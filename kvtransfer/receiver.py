@@ -48,7 +48,7 @@ from contracts.ticket import is_genuine
 from kvtransfer.incoming import Incoming, IncomingState, Outcome, Reservation, check_ticket
 from kvtransfer.pages import Pages, checksum
 from kvtransfer.selftest import ECHO_BYTES
-from kvtransfer.slots import Arena, Credits, FlowKey, SlotCounts, SlotTable, Staging
+from kvtransfer.slots import Arena, Credits, FlowKey, QuarantineBudget, SlotCounts, SlotTable, Staging
 from kvtransfer.transport import Link, LinkClosed, Op
 from kvtransfer.watch import Watch, watch_link
 
@@ -97,6 +97,7 @@ class Receiver:
         self._clock = clock
         self._arena = Arena(config.num_slots, config.slot_bytes)
         self._slots = SlotTable(config.num_slots)
+        self._budget = QuarantineBudget(self._slots, config.max_quarantined_share * config.num_slots, clock)
         self._credits = Credits(self._slots)
         self._incoming: dict[str, Incoming] = {}
         self._committed: OrderedDict[str, tuple[str, int]] = OrderedDict()  # handoff -> source
@@ -109,6 +110,14 @@ class Receiver:
     @property
     def slot_counts(self) -> SlotCounts:
         return self._slots.counts()
+
+    def num_open(self) -> Counter[str]:
+        """Reservations by state."""
+        return Counter(incoming.state.name.lower() for incoming in self._incoming.values())
+
+    def trouble(self) -> str | None:
+        """Why nothing more should be sent here, or None."""
+        return self._budget.trouble()
 
     @property
     def num_expected(self) -> int:

@@ -12,7 +12,9 @@ import itertools
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from contracts.channel import Channel, connect, raise_if_refused
 from contracts.config import TransferConfig
@@ -32,6 +34,7 @@ from contracts.messages import (
     Grant,
     Hello,
     Message,
+    PeerEvent,
     PeerStatus,
     Ping,
     Pong,
@@ -50,6 +53,7 @@ from kvtransfer.watch import WATCH_TAG, Watch, watch_link
 
 logger = logging.getLogger("baton.kvtransfer")
 
+NUM_EVENTS = 8  # of each connection, kept for operators
 FIRST_BACK_OFF_S = 0.1
 LONGEST_BACK_OFF_S = 5.0
 
@@ -113,6 +117,18 @@ class Sender:
         self._outgoing: dict[str, Outgoing] = {}
         self._route: Route | None = None
         self._silence: WorkerLostError | None = None
+        self._events: deque[tuple[float, str]] = deque(maxlen=NUM_EVENTS)
+
+    def status_now(self) -> PeerStatus:
+        """With what has happened lately."""
+        now_s = time.monotonic()
+        return replace(
+            self.status, events=tuple(PeerEvent(now_s - at_s, text) for at_s, text in self._events)
+        )
+
+    @property
+    def num_open(self) -> int:
+        return len(self._outgoing)
 
     def open(
         self,
@@ -316,4 +332,13 @@ class Sender:
     def _set(self, status: PeerStatus) -> None:
         if status != self.status:
             self.status = status
+            self._events.append((time.monotonic(), _words(status)))
             self._on_change()
+
+
+def _words(status: PeerStatus) -> str:
+    """One line for an operator."""
+    if not status.is_ready:
+        return f"not connected: {status.detail}"
+    text = f"ready over {status.transport}, {status.gigabytes_per_s:.2g} GB/s"
+    return f"{text}; {'slow; ' if status.is_slow else ''}{status.detail}" if status.detail else text

@@ -208,6 +208,46 @@ async def test_abort_before_it_was_opened_tells_nobody() -> None:
         incoming.cancel(None)
 
 
+async def test_handoffs_are_counted_by_direction_state_and_reason() -> None:
+    async with connected(make_config()) as pair:
+        good, ended, failed = pair.handoff(20), pair.handoff(20), pair.handoff(20)
+        for handoff in (good, ended, failed):
+            handoff.expect()
+        assert pair.decode.endpoint.gauges()["baton_worker_handoffs_open"] == {
+            "in,reserved": 3,
+            "out,sending": 0,
+        }
+        good.open()
+        ended.open(0).abort(None)
+        failed.open(0).abort(EngineError("step failed"))
+        for handoff in (good, ended, failed):
+            await handoff.result()
+            await handoff.outcome()
+        for side, way in ((pair.prefill, "out"), (pair.decode, "in")):
+            gauges = side.endpoint.gauges()
+            assert gauges["baton_worker_handoffs_ended_total"] == {
+                f"{way},ok": 1, f"{way},unneeded": 1, f"{way},engine_error": 1,
+            }  # fmt: skip
+        await pair.rest()
+        assert pair.decode.endpoint.gauges()["baton_worker_kv_slots"] == {
+            "free": 4, "granted": 0, "receiving": 0, "quarantined": 0,
+        }  # fmt: skip
+        assert (await good.result()).reason == "ok"
+        assert pair.decode.endpoint.trouble() is None
+
+
+async def test_what_happened_to_a_connection_is_told_in_words() -> None:
+    async with connected(make_config()) as pair:
+        (event,) = pair.prefill.endpoint.peer_statuses()[0].events
+        assert event.text.startswith("ready over tcp, ")
+        assert event.age_s >= 0
+        for connection in pair.decode.endpoint._receiver._connections.values():
+            connection.channel.abort()
+        await until(lambda: len(pair.prefill.endpoint.peer_statuses()[0].events) == 3)
+        texts = [event.text.partition(":")[0] for event in pair.prefill.endpoint.peer_statuses()[0].events]
+        assert texts[1] == "not connected"
+
+
 # --- damaged bytes, faults of our own ---------------------------------------------------------------------------------
 
 
