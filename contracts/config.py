@@ -207,6 +207,12 @@ class TransferConfig(_Section):
         ge=2,
         description="Staging slots per worker: bounds what is in flight. Over shm each pair has as many, which take memory only when used.",
     )
+    max_quarantined_share: float = Field(
+        0.5,
+        gt=0.0,
+        le=1.0,
+        description="Share of the slots that may wait for the last bytes of handoffs that are over; with more, for longer than a second, the worker says that it is not ready.",
+    )
     lease_s: float = Field(
         30.0,
         gt=0,

@@ -97,9 +97,8 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Compute the prompt. With a ticket: push KV from token `skip_tokens` on to the ticket's target, then
-    stop after the first
-    drawn token. Without: the reservation is on this very worker, which goes on decoding."""
+    """Compute the prompt. With a ticket: push KV from token `skip_tokens` on to the ticket's target, then stop after
+    the first drawn token. Without: the reservation is on this very worker, which goes on decoding."""
 
     request: GenerateRequest
     ticket: Ticket | None = None
@@ -108,18 +107,14 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Forget the request, in any state, at once. Unknown ids are ignored. No answer is sent for the request
-    any more.
-    """
+    """Forget the request, in any state, at once. Unknown ids are ignored. No answer is sent for it any more."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The workers to hold kv connections with (all decode workers, for a prefill worker). Replaces the
-    previous list.
-    """
+    """The workers to hold kv connections with (for a prefill worker all decode ones). Replaces the previous list."""
 
     workers: tuple[WorkerInfo, ...]
 
@@ -175,10 +170,19 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerEvent:
+    """Something that happened on a kv connection, `age_s` ago, in words for people."""
+
+    age_s: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class PeerStatus:
     """A kv connection as its prefill side sees it, after the transfer self-test.
 
-    `is_slow`: ready, but far below what such a path promises; `detail` says it in words for people.
+    `is_slow`: ready, but far below what such a path promises; `detail` says it in words for people. `events` are
+    the latest, oldest first.
     """
 
     worker_id: str
@@ -187,13 +191,16 @@ class PeerStatus:
     gigabytes_per_s: float = 0.0
     detail: str = ""
     is_slow: bool = False
+    events: tuple[PeerEvent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
     """Heartbeat, once a second and on change. `step_age_s`: since the engine thread last proved that it is alive.
 
-    `counters` are monotonic totals by metric name (contracts/metrics.py, the worker-owned ones).
+    `counters` are monotonic totals by metric name (contracts/metrics.py, the worker-owned ones). `labelled` are
+    worker-owned metrics with labels of their own: name -> label values, joined by "," -> value. `reason` says why it
+    is not ready.
     """
 
     worker_id: str
@@ -206,6 +213,8 @@ class Status:
     peers: tuple[PeerStatus, ...] = ()
     counters: dict[str, float] = field(default_factory=dict)
     steps: StepReport | None = None
+    labelled: dict[str, dict[str, float]] = field(default_factory=dict)
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

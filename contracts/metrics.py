@@ -40,6 +40,8 @@ ENDPOINTS = (
 )  # fmt: skip
 OUTCOMES = ("stop", "length", "cancelled", "error")
 ROUTES = ("remote", "local")
+KV_SLOT_STATES = ("free", "granted", "receiving", "quarantined")
+HANDOFF_DIRECTIONS = ("in", "out")
 BLOCK_STATES = ("free", "cached", "running", "reserved", "in_handoff", "quarantined")
 
 
@@ -142,6 +144,48 @@ METRICS: tuple[MetricSpec, ...] = (
         writer="worker",
     ),
     MetricSpec("baton_worker_handoff_bytes_total", "counter", "KV bytes moved.", _WORKER, writer="worker"),
+    MetricSpec(
+        "baton_worker_reservations_total",
+        "counter",
+        "Requests that blocks were granted to.",
+        _WORKER,
+        writer="worker",
+    ),
+    MetricSpec(
+        "baton_worker_handoff_exposed_seconds_total",
+        "counter",
+        "Transfer after the end of the prompt's compute.",
+        _WORKER,
+        writer="worker",
+    ),
+    MetricSpec(
+        "baton_worker_handoff_hidden_seconds_total",
+        "counter",
+        "Transfer while the prompt was still computed.",
+        _WORKER,
+        writer="worker",
+    ),
+    MetricSpec(
+        "baton_worker_handoffs_ended_total",
+        "counter",
+        "Handoffs over, by direction and reason: ok, unneeded, cancelled, or the error's code.",
+        (*_WORKER, "direction", "reason"),
+        writer="worker",
+    ),
+    MetricSpec(
+        "baton_worker_handoffs_open",
+        "gauge",
+        "Handoffs under way, by direction and state.",
+        (*_WORKER, "direction", "state"),
+        writer="worker",
+    ),
+    MetricSpec(
+        "baton_worker_kv_slots",
+        "gauge",
+        "Receiving staging slots by state; quarantined ones wait for the last bytes of a handoff that is over.",
+        (*_WORKER, "state"),
+        writer="worker",
+    ),
 )
 
 BY_NAME: dict[str, MetricSpec] = {spec.name: spec for spec in METRICS}

@@ -1,4 +1,5 @@
-"""`/debug/kv`, the block audit of every worker, and `/debug/decisions`, the last placements, for operators.
+"""For operators: `/debug/kv`, the block audit of every worker; `/debug/peers`, the KV paths between them;
+`/debug/decisions`, the last placements.
 
 Answers on loopback, or to the admin key. Behind a proxy on the same host (Serve's own, for one) the TCP peer
 is always loopback, whoever asked; there the LAST address of X-Forwarded-For counts, because that one was
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import hmac
 import math
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +18,7 @@ from starlette.requests import Request
 
 from contracts.errors import AuthenticationError, PermissionDenied
 from coordinator.addresses import is_loopback
-from coordinator.backend import WorkerAudit
+from coordinator.backend import WorkerAudit, WorkerStatus
 from coordinator.predict import Record
 
 
@@ -74,6 +76,24 @@ def _decision(record: Record, now_s: float) -> dict[str, Any]:
 
 def _ms(seconds: float) -> float | None:
     return round(1000.0 * seconds, 3) if math.isfinite(seconds) else None
+
+
+def peers_json(workers: Iterable[WorkerStatus]) -> dict[str, Any]:
+    """Every KV connection as its prefill side sees it: path, speed, warnings, and what happened lately."""
+    return {"workers": [_peers(worker) for worker in workers]}
+
+
+def _peers(worker: WorkerStatus) -> dict[str, Any]:
+    status = worker.status
+    return {
+        "worker_id": status.worker_id,
+        "role": worker.role,
+        "incarnation": status.incarnation,
+        "is_ready": status.is_ready,
+        "reason": status.reason,
+        "slots": status.labelled.get("baton_worker_kv_slots", {}),
+        "peers": [asdict(peer) for peer in status.peers],
+    }
 
 
 def _worker(worker: WorkerAudit) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from coordinator import openapi
 from coordinator.answer import Answer
 from coordinator.backend import Backend
 from coordinator.body import read_json
-from coordinator.debug import audit_json, check_debug_access, decisions_json
+from coordinator.debug import audit_json, check_debug_access, decisions_json, peers_json
 from coordinator.drain import SHUTTING_DOWN, Drain
 from coordinator.errors_http import (
     as_baton_error,
@@ -73,6 +73,7 @@ _ENDPOINTS = {
     "/metrics": "metrics",
     "/debug/kv": "debug",
     "/debug/decisions": "debug",
+    "/debug/peers": "debug",
 }
 _WITH_IDS = ("/v1/models", "/v1/files", "/v1/batches")
 
@@ -111,6 +112,7 @@ def make_app(
             Route("/version", edge.version, methods=["GET"]),
             Route("/metrics", edge.show_metrics, methods=["GET"]),
             Route("/debug/kv", edge.debug_kv, methods=["GET"]),
+            Route("/debug/peers", edge.debug_peers, methods=["GET"]),
             Route("/debug/decisions", edge.debug_decisions, methods=["GET"]),
             *openapi.routes(baton_version()),
             *gateway.jobs.routes(),
@@ -244,6 +246,10 @@ class Edge:
     async def debug_decisions(self, request: Request) -> Response:
         check_debug_access(request, self._config.server.admin_key, self._sees_clients)
         return json_response(decisions_json(self._backend.decisions(), time.monotonic()))
+
+    async def debug_peers(self, request: Request) -> Response:
+        check_debug_access(request, self._config.server.admin_key, self._sees_clients)
+        return json_response(peers_json(self._backend.readiness().workers))
 
     async def on_error(self, request: Request, error: Exception) -> Response:
         """Every error that has no response yet."""

@@ -141,3 +141,8 @@ def _samples(worker: WorkerStatus) -> Iterator[tuple[str, tuple[str, ...], float
         # A newer worker may count what this table does not know yet.
         if name in BY_NAME and BY_NAME[name].writer == "worker":
             yield name, who, value
+    for name, series in status.labelled.items():
+        for key, value in series.items():
+            labels = (*who, *key.split(","))
+            if name in BY_NAME and len(labels) == len(BY_NAME[name].labels):
+                yield name, labels, value

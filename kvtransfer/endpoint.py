@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from torch import Tensor
 
@@ -64,6 +65,7 @@ class KvEndpoint:
         self._paths: Paths | None = None
         self._server: ChannelServer | None = None
         self._is_closed = False
+        self._num_sent: Counter[str] = Counter()  # by OutgoingResult.reason
         self.on_peers_changed: Callable[[], None] | None = None
 
     async def start(self, host: str) -> int:
@@ -114,7 +116,7 @@ class KvEndpoint:
         self._changed()
 
     def peer_statuses(self) -> tuple[PeerStatus, ...]:
-        return tuple(sender.status for _, sender in sorted(self._senders.items()))
+        return tuple(sender.status_now() for _, sender in sorted(self._senders.items()))
 
     def open(
         self,
@@ -128,11 +130,16 @@ class KvEndpoint:
         is used. `on_done` is called exactly once, later, on the event loop, whatever happens; until then the blocks
         may be read.
         """
+
+        def done(result: OutgoingResult) -> None:
+            self._num_sent[result.reason] += 1
+            on_done(result)
+
         sender = self._senders.get(ticket.target_id)
         if sender is None:
             lost = WorkerLostError(f"{ticket.target_id} is not among the peers")
-            return Outgoing(ticket, start, on_done, lost)
-        return sender.open(ticket, start, on_done)
+            return Outgoing(ticket, start, done, lost)
+        return sender.open(ticket, start, done)
 
     # --- as a receiver ----------------------------------------------------------------------------------------------
 
@@ -174,6 +181,23 @@ class KvEndpoint:
     def num_damaged_chunks(self) -> int:
         """Chunks that came with a wrong checksum or length since the start; each was asked for again."""
         return self._receiver.num_damaged_chunks
+
+    def trouble(self) -> str | None:
+        """Why this worker should get no more handoffs, or None. To be asked regularly."""
+        return self._receiver.trouble()
+
+    def gauges(self) -> dict[str, dict[str, float]]:
+        """Metrics with labels of their own, as in Status.labelled."""
+        ended = {f"in,{reason}": float(count) for reason, count in self._receiver.num_ended.items()}
+        ended |= {f"out,{reason}": float(count) for reason, count in self._num_sent.items()}
+        is_open = {f"in,{state}": float(count) for state, count in self._receiver.num_open().items()}
+        is_open["out,sending"] = float(sum(sender.num_open for sender in self._senders.values()))
+        slots = {name: float(count) for name, count in asdict(self.slot_counts).items()}
+        return {
+            "baton_worker_handoffs_ended_total": ended,
+            "baton_worker_handoffs_open": is_open,
+            "baton_worker_kv_slots": slots,
+        }
 
     @property
     def num_free_send_slots(self) -> int:

@@ -1,28 +1,37 @@
 """Decode's end of one handoff: a reservation that a ticket may fill.
 
-    EXPECTED ──Open (ticket checked)──► OPEN ──Fin, all tokens here──► READY     on_done(state), Commit
-       │                                 │ ├──Abort(error) │ peer lost │ nonsense──► FAILED    on_done(error)
-       │                                 │ └──Abort(None): the request ended there──► UNNEEDED  on_done(None)
-       └────────── cancel() ─────────────┴──────────────────────────────────► CANCELLED  no on_done
+    RESERVED ──Open (ticket checked)──► RECEIVING ──Fin, all tokens here──► COMMITTED ──on_done(state)──► DELIVERED
+       │                                   │                                    └──on_done raised──┐
+       │                                   ├── Abort(error) │ peer lost │ nonsense │ overdue ──────┤
+       │                                   ├── Abort(None): the request ended there ───────────────┤ on_done(None)
+       └──────────────── cancel() ─────────┴───────────────────────────────────────────────────────► RELEASED(reason)
 
-    event                         EXPECTED                 OPEN                        READY        over otherwise
-    Open, genuine, matching       OPEN                     same peer: ignored          ignored      Abort
+    event                         RESERVED                 RECEIVING                   DELIVERED    RELEASED
+    Open, genuine, matching       RECEIVING                same peer: ignored          ignored      Abort
                                                            other peer: Abort
     Open, forged or not matching  Abort, state unchanged   Abort, state unchanged      Abort        Abort
     Data + bytes                  slot only                checked, scattered          slot only    slot only
-    Fin                           ignored                  READY; waits for bytes      Commit       Abort
-                                                           announced or asked for
-                                                           again; FAILED if none
+    Fin                           ignored                  COMMITTED; or waits for     Commit       Abort
+                                                           bytes announced or asked
+                                                           for again; else RELEASED
+    deadline                      the caller's lease       bytes after Data, and after -            AbortOk within
+                                                           Fin: progress_timeout_s                  progress_timeout_s
+
+Who owns what: the caller owns the blocks and lends them from RESERVED until DELIVERED or RELEASED. RECEIVING as such
+has no deadline, since prefill may have the request in line: it lasts as long as the connection and the request do.
+RELEASED gives the blocks back at once; what is QUARANTINED then are staging slots (slots.py), until their last bytes.
+`reason` says why it ended: "ok", "cancelled", "unneeded", or the code of the error.
 
 "slot only": the bytes are received into their staging slot and forgotten. Scattering is one piece of work on the event
 loop, so after `cancel` has returned nothing is written into the blocks, whatever is still under way.
-A callback that raises ends its own handoff (FAILED, the peer gets Abort) and nothing else.
+A callback that raises ends its own handoff (the peer gets Abort) and nothing else; so does a copy that fails.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -71,12 +80,14 @@ class Arrivals:
 
 
 class IncomingState(enum.Enum):
-    EXPECTED = enum.auto()
-    OPEN = enum.auto()
-    READY = enum.auto()
-    FAILED = enum.auto()
-    UNNEEDED = enum.auto()
-    CANCELLED = enum.auto()
+    RESERVED = enum.auto()
+    RECEIVING = enum.auto()
+    COMMITTED = enum.auto()
+    DELIVERED = enum.auto()
+    RELEASED = enum.auto()
+
+
+OK, CANCELLED, UNNEEDED = "ok", "cancelled", "unneeded"
 
 
 Outcome = HandoffState | BatonError | None
@@ -108,7 +119,8 @@ class Incoming:
     ) -> None:
         """`leave(incoming, error)` is called once, when it is over; with an error if the peer must be told to stop."""
         self.reservation = reservation
-        self.state = IncomingState.EXPECTED
+        self.state = IncomingState.RESERVED
+        self.reason = ""
         self.connection: int | None = None  # which connection's Open was accepted
         self._pages = pages
         self._on_start = on_start
@@ -117,6 +129,7 @@ class Incoming:
         self._arrivals = Arrivals(reservation.start, reservation.num_tokens)
         self._damaged: set[int] = set()  # chunks that the sender was asked for again
         self.fin: Fin | None = None  # it came before the bytes
+        self.fin_deadline_s = math.inf  # of the receiver's clock, for those bytes
 
     @property
     def has_started(self) -> bool:
@@ -124,12 +137,12 @@ class Incoming:
 
     @property
     def is_over(self) -> bool:
-        return self.state not in (IncomingState.EXPECTED, IncomingState.OPEN)
+        return self.state in (IncomingState.DELIVERED, IncomingState.RELEASED)
 
     def cancel(self, error: BatonError | None) -> None:
         """Forget the handoff: constant time, no `on_done`, no write after return. Does nothing when it is over."""
         if not self.is_over:
-            self.state = IncomingState.CANCELLED
+            self._release(CANCELLED)
             told = error or HandoffError(f"handoff {self.reservation.handoff_id} was cancelled by its target")
             self._leave(self, told)
 
@@ -144,7 +157,7 @@ class Incoming:
             )
 
     def open(self, connection: int) -> None:
-        self.state = IncomingState.OPEN
+        self.state = IncomingState.RECEIVING
         self.connection = connection
         try:
             if self._on_start is not None:
@@ -161,15 +174,23 @@ class Incoming:
             raise ProtocolError(f"expected {num_bytes} bytes for a chunk but peer announced {data.num_bytes}")
 
     def take(self, data: Data, content: Tensor) -> bool:
-        """Write a chunk that came into the blocks; False if it must be sent again. Only in state OPEN."""
-        assert self.state is IncomingState.OPEN
+        """Write a chunk that came into the blocks; False if it must be sent again. Only in state RECEIVING.
+
+        A copy that fails, for want of memory say, ends the handoff.
+        """
+        assert self.state is IncomingState.RECEIVING
         if self._arrivals.has(data.chunk):
             return True
         if content.numel() != data.num_bytes or (data.checksum and checksum(content) != data.checksum):
             self._damaged.add(data.chunk)
             return False
         self._damaged.discard(data.chunk)
-        self._pages.scatter(self.reservation.block_ids, data.low, data.high, content)
+        try:
+            self._pages.scatter(self.reservation.block_ids, data.low, data.high, content)
+        except Exception as error:
+            logger.exception("handoff %s: cannot store tokens [%d, %d)", data.handoff_id, data.low, data.high)
+            self.fail(HandoffError(f"tokens [{data.low}, {data.high}) could not be stored: {error!r}"))
+            return True
         self._arrivals.add(data.chunk, data.low, data.high)
         return True
 
@@ -184,26 +205,30 @@ class Incoming:
                 return False
             self.fail(HandoffError(f"peer ended with {message.num_chunks} chunks but tokens are missing"))
             return False
-        self.state = IncomingState.READY
+        self.state = IncomingState.COMMITTED
         if not self._call_on_done(message.state):
-            self.state = IncomingState.FAILED
+            self._release(HandoffError.code)
             self._leave(self, HandoffError("the target could not take over"))
             return False
+        self.state, self.reason = IncomingState.DELIVERED, OK
         self._leave(self, None)
         return True
 
     def fail(self, error: BatonError, tell_peer: bool = True) -> None:
         if not self.is_over:
-            self.state = IncomingState.FAILED
+            self._release(error.code)
             self._leave(self, error if tell_peer else None)
             self._call_on_done(error)
 
     def dismiss(self) -> None:
         """The sender has ended the request and needs no handoff; it is not told."""
         if not self.is_over:
-            self.state = IncomingState.UNNEEDED
+            self._release(UNNEEDED)
             self._leave(self, None)
             self._call_on_done(None)
+
+    def _release(self, reason: str) -> None:
+        self.state, self.reason = IncomingState.RELEASED, reason
 
     def _call_on_done(self, result: Outcome) -> bool:
         try:

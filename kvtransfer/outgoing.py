@@ -30,7 +30,9 @@ from torch import Tensor
 from contracts.errors import BatonError, DeadlineError, HandoffError, WorkerLostError, to_wire
 from contracts.messages import Abort, ChunkDone, Data, Fin, HandoffState, Message, Open, Want
 from contracts.ticket import Ticket
+from kvtransfer.incoming import OK, UNNEEDED
 from kvtransfer.pages import Pages, checksum
+from kvtransfer.reshard import Reshard
 from kvtransfer.slots import SendSlots, Staging
 from kvtransfer.transport import Link, Op
 
@@ -44,11 +46,15 @@ MAX_SENDS = 3  # of one chunk: the first and two repeats
 
 @dataclass(frozen=True, slots=True)
 class OutgoingResult:
-    """`exposed_s`: from the end of compute to the peer's Commit, the part of the transfer not hidden behind compute."""
+    """`exposed_s`: from the end of compute to the peer's Commit, the part of the transfer not hidden behind compute;
+    `hidden_s`: from the first chunk to the end of compute. `reason`: "ok", "unneeded", or the error's code.
+    """
 
     num_bytes: int
     exposed_s: float
     error: BatonError | None
+    hidden_s: float = 0.0
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +141,7 @@ class Route:
     staging: Staging
     is_summed: bool  # each chunk carries its checksum
     slots: SendSlots
-    pages: Pages
+    pages: Pages | Reshard
     slot_bytes: int
     progress_timeout_s: float
     forget: Callable[[str], None]
@@ -160,7 +166,7 @@ class Outgoing:
         self._loop = asyncio.get_running_loop()
         self._credits: deque[int] = deque()
         self._state: HandoffState | None = None
-        self._finished_s = 0.0
+        self._finished_s = self._begun_s = 0.0
         self._num_bytes = 0
         self._num_asked = 0
         self._num_sending = 0
@@ -168,7 +174,7 @@ class Outgoing:
         self._timer: asyncio.TimerHandle | None = None
         if isinstance(route, BatonError):
             self._is_done = True
-            self._loop.call_soon(on_done, OutgoingResult(0, 0.0, route))
+            self._loop.call_soon(on_done, OutgoingResult(0, 0.0, route, reason=route.code))
             return
         self._route = route
         layout = route.pages.layout
@@ -220,7 +226,7 @@ class Outgoing:
 
     def committed(self) -> None:
         if self._has_sent_fin:
-            self._end(None)
+            self._end(None, OK)
 
     def fail(self, error: BatonError) -> None:
         """The peer aborted, or is lost: it is not told."""
@@ -298,6 +304,7 @@ class Outgoing:
         """Gather into `buffer`: the staging slot of this credit, or our `slot`, which the link then sends."""
         route = self._route
         num_bytes = route.pages.num_bytes(chunk.low, chunk.high)
+        self._begun_s = self._begun_s or time.monotonic()
         try:
             content = buffer[:num_bytes]
             route.pages.gather(self._block_ids, chunk.low, chunk.high, content)
@@ -351,12 +358,16 @@ class Outgoing:
         target, timeout_s = self._ticket.target_id, self._route.progress_timeout_s
         self._abort(DeadlineError(f"{target} made no progress with the handoff for {timeout_s} s"))
 
-    def _end(self, error: BatonError | None) -> None:
+    def _end(self, error: BatonError | None, reason: str = UNNEEDED) -> None:
         if self._is_done:
             return
         self._is_done = True
         self._watch()
         self._route.slots.forget(self._pump_soon)
         self._route.forget(self.handoff_id)
-        exposed_s = time.monotonic() - self._finished_s if self._finished_s else 0.0
-        self._loop.call_soon(self._on_done, OutgoingResult(self._num_bytes, exposed_s, error))
+        now_s = time.monotonic()
+        exposed_s = now_s - self._finished_s if self._finished_s else 0.0
+        hidden_s = max((self._finished_s or now_s) - self._begun_s, 0.0) if self._begun_s else 0.0
+        reason = reason if error is None else error.code
+        result = OutgoingResult(self._num_bytes, exposed_s, error, hidden_s, reason)
+        self._loop.call_soon(self._on_done, result)

@@ -3,7 +3,7 @@
 Slab [N blocks, L, 2, K, S, D] (one block is one run of bytes). Wire layout of tokens [low, high): the blocks they
 touch, one after the other, each as [L, 2, K, t, D] with t = its tokens in the range. Whole blocks with consecutive ids
 are thus one plain copy together (a pool hands out neighbours where it can); a part of a block is one strided copy.
-Both sides have the same layout (the handshake refuses others), so both cut at the same tokens.
+Both sides of a wire have the same layout, the target's: a sender whose slab differs converts (reshard.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Pages:
             )
         if not slab.is_contiguous():
             raise ConfigError("kv slab: expected a contiguous tensor")
-        self._slab = slab
+        self.slab = slab
         self._bytes = slab.view(-1).view(torch.uint8)
         self.layout = layout
         self.num_blocks = slab.shape[0]
@@ -46,8 +46,8 @@ class Pages:
             if last - first >= self.layout.block_size:
                 piece.copy_(self._run(block, size))
             else:
-                source = self._slab[block, :, :, :, first:last]
-                piece.view(self._slab.dtype).view(source.shape).copy_(source)
+                source = self.slab[block, :, :, :, first:last]
+                piece.view(self.slab.dtype).view(source.shape).copy_(source)
 
     def scatter(self, block_ids: Sequence[int], low: int, high: int, data: Tensor) -> None:
         """The inverse: the first bytes of `data` (uint8) -> tokens [low, high). Nothing else is written."""
@@ -56,8 +56,8 @@ class Pages:
             if last - first >= self.layout.block_size:
                 self._run(block, size).copy_(piece)
             else:
-                target = self._slab[block, :, :, :, first:last]
-                target.copy_(piece.view(self._slab.dtype).view(target.shape))
+                target = self.slab[block, :, :, :, first:last]
+                target.copy_(piece.view(self.slab.dtype).view(target.shape))
 
     def _run(self, block: int, num_bytes: int) -> Tensor:
         """Whole blocks from `block` on, as they lie in the slab."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -18,7 +19,15 @@ from torch import Tensor
 
 from contracts.channel import Channel
 from contracts.config import TransferConfig
-from contracts.errors import BatonError, HandoffError, ProtocolError, WorkerLostError, from_wire, to_wire
+from contracts.errors import (
+    BatonError,
+    DeadlineError,
+    HandoffError,
+    ProtocolError,
+    WorkerLostError,
+    from_wire,
+    to_wire,
+)
 from contracts.messages import (
     Abort,
     AbortOk,
@@ -39,7 +48,7 @@ from contracts.ticket import is_genuine
 from kvtransfer.incoming import Incoming, IncomingState, Outcome, Reservation, check_ticket
 from kvtransfer.pages import Pages, checksum
 from kvtransfer.selftest import ECHO_BYTES
-from kvtransfer.slots import Arena, Credits, FlowKey, SlotCounts, SlotTable, Staging
+from kvtransfer.slots import Arena, Credits, FlowKey, QuarantineBudget, SlotCounts, SlotTable, Staging
 from kvtransfer.transport import Link, LinkClosed, Op
 from kvtransfer.watch import Watch, watch_link
 
@@ -74,14 +83,21 @@ class Receiver:
     """One per endpoint. All methods on the event loop."""
 
     def __init__(
-        self, identity: tuple[str, int], secret: bytes, pages: Pages, config: TransferConfig
+        self,
+        identity: tuple[str, int],
+        secret: bytes,
+        pages: Pages,
+        config: TransferConfig,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._identity = identity
         self._secret = secret
         self._pages = pages
         self._config = config
+        self._clock = clock
         self._arena = Arena(config.num_slots, config.slot_bytes)
         self._slots = SlotTable(config.num_slots)
+        self._budget = QuarantineBudget(self._slots, config.max_quarantined_share * config.num_slots, clock)
         self._credits = Credits(self._slots)
         self._incoming: dict[str, Incoming] = {}
         self._committed: OrderedDict[str, tuple[str, int]] = OrderedDict()  # handoff -> source
@@ -89,10 +105,19 @@ class Receiver:
         self._numbers = itertools.count()
         self._is_closed = False
         self.num_damaged_chunks = 0
+        self.num_ended: Counter[str] = Counter()  # by Incoming.reason
 
     @property
     def slot_counts(self) -> SlotCounts:
         return self._slots.counts()
+
+    def num_open(self) -> Counter[str]:
+        """Reservations by state."""
+        return Counter(incoming.state.name.lower() for incoming in self._incoming.values())
+
+    def trouble(self) -> str | None:
+        """Why nothing more should be sent here, or None."""
+        return self._budget.trouble()
 
     @property
     def num_expected(self) -> int:
@@ -241,6 +266,8 @@ class Receiver:
         num_coming = self._slots.num_receiving((connection.number, message.handoff_id))
         if incoming.finish(message, num_coming):
             connection.tell(Commit(message.handoff_id))
+        elif math.isinf(incoming.fin_deadline_s):
+            incoming.fin_deadline_s = self._clock() + self._config.progress_timeout_s
 
     # --- slots ------------------------------------------------------------------------------------------------------
 
@@ -253,7 +280,7 @@ class Receiver:
         if staged is not None:
             self._settle(connection, slot, message, staged[: message.num_bytes])
             return
-        connection.receiving[slot] = time.monotonic() + self._config.progress_timeout_s
+        connection.receiving[slot] = self._clock() + self._config.progress_timeout_s
         op = connection.link.post_recv(slot, self._arena.views[slot])
         op.final.add_done_callback(lambda _final: self._received(connection, slot, message, op))
 
@@ -289,7 +316,7 @@ class Receiver:
 
     def _answer(self, connection: _Connection, incoming: Incoming, done: ChunkDone) -> None:
         """With the slots that are this handoff's turn now; Commit is answer enough for the last chunk."""
-        if done.is_ok and incoming.fin is not None:
+        if done.is_ok and incoming.fin is not None and not incoming.is_over:
             self._finish(connection, incoming, incoming.fin)
         given = self._credits.hand_out()
         granted = given.pop((connection.number, done.handoff_id), ())
@@ -299,7 +326,7 @@ class Receiver:
 
     def _echo(self, connection: _Connection, slot: int, content: Tensor) -> None:
         """Send the probe's bytes back; the slot is free when they are gone."""
-        connection.receiving[slot] = time.monotonic() + self._config.progress_timeout_s
+        connection.receiving[slot] = self._clock() + self._config.progress_timeout_s
         op = connection.link.send(slot, content.numpy().data)
 
         def sent(final: asyncio.Future[int]) -> None:
@@ -327,12 +354,13 @@ class Receiver:
     def _leave(self, incoming: Incoming, told: BatonError | None) -> None:
         handoff_id = incoming.reservation.handoff_id
         del self._incoming[handoff_id]
+        self.num_ended[incoming.reason] += 1
         connection = self._connections.get(-1 if incoming.connection is None else incoming.connection)
         if connection is None:
             return
         key = (connection.number, handoff_id)
         self._credits.drop(key)
-        if incoming.state is IncomingState.READY:
+        if incoming.state is IncomingState.DELIVERED:
             self._slots.release_unused(key)
             self._committed[handoff_id] = connection.source
             if len(self._committed) > NUM_TOMBSTONES:
@@ -340,7 +368,7 @@ class Receiver:
         if told is not None:
             connection.tell(Abort(handoff_id, to_wire(told)))
         if self._slots.quarantine(key) and told is not None:
-            connection.aborting[handoff_id] = time.monotonic() + self._config.progress_timeout_s
+            connection.aborting[handoff_id] = self._clock() + self._config.progress_timeout_s
 
     def _find(self, connection: _Connection, handoff_id: str) -> Incoming | None:
         incoming = self._incoming.get(handoff_id)
@@ -354,8 +382,15 @@ class Receiver:
                 incoming.fail(error, tell_peer=False)
 
     def _look(self, connection: _Connection) -> None:
-        """Fence a peer that talks but neither sends what it announced nor lets go of what it was granted."""
+        """Fence a peer that talks but neither sends what it announced nor lets go of what it was granted.
+
+        One that said Fin and does not send again what was asked for loses that handoff only.
+        """
+        now_s = self._clock()
+        for incoming in list(self._incoming.values()):
+            if incoming.connection == connection.number and incoming.fin_deadline_s < now_s:
+                incoming.fail(DeadlineError("the peer ended the handoff but its last bytes did not come"))
         deadlines = (*connection.receiving.values(), *connection.aborting.values())
-        if deadlines and min(deadlines) < time.monotonic():
+        if deadlines and min(deadlines) < now_s:
             logger.warning("%s: announced data or an answer to an abort is overdue", connection.source[0])
             connection.channel.abort()

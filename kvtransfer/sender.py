@@ -12,7 +12,9 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from contracts.channel import Channel, connect, raise_if_refused
 from contracts.config import TransferConfig
@@ -32,6 +34,7 @@ from contracts.messages import (
     Grant,
     Hello,
     Message,
+    PeerEvent,
     PeerStatus,
     Ping,
     Pong,
@@ -42,13 +45,15 @@ from contracts.ticket import Ticket
 from kvtransfer.outgoing import Outgoing, OutgoingResult, Route
 from kvtransfer.pages import Pages
 from kvtransfer.paths import LEAST_JUDGED_BYTES, ON_ONE_HOST, Path, Paths, least_gigabytes_per_s
+from kvtransfer.reshard import Reshard, check_layouts
 from kvtransfer.selftest import SelfTest
 from kvtransfer.slots import SendSlots, Staging
 from kvtransfer.transport import Link, LinkClosed, Op
-from kvtransfer.watch import Watch, watch_link
+from kvtransfer.watch import WATCH_TAG, Watch, watch_link
 
 logger = logging.getLogger("baton.kvtransfer")
 
+NUM_EVENTS = 8  # of each connection, kept for operators
 FIRST_BACK_OFF_S = 0.1
 LONGEST_BACK_OFF_S = 5.0
 
@@ -59,16 +64,25 @@ def check_peer(ours: Hello, peer: Hello) -> None:
         raise ConfigError(
             f"expected model {ours.fingerprint!r} of {ours.sender_id} but {peer.sender_id} has {peer.fingerprint!r}"
         )
-    if peer.layout != ours.layout:
-        raise ConfigError(
-            f"expected {ours.layout} of {ours.sender_id} but {peer.sender_id} has {peer.layout}"
-        )
-    least = ours.layout.bytes_per_token if ours.layout is not None else 1
-    if peer.slot_bytes and peer.slot_bytes < least:
-        raise ConfigError(
-            f"expected transfer.slot_bytes of at least {least} (one token's KV) "
-            f"but {peer.sender_id} has {peer.slot_bytes}"
-        )
+    if ours.layout is None or peer.layout is None:
+        raise ConfigError(f"expected a kv layout but {peer.sender_id} has {peer.layout}")
+    try:
+        check_layouts(ours.layout, peer.layout)
+    except ConfigError as error:
+        raise ConfigError(f"{error} ({ours.sender_id}, {peer.sender_id})") from error
+    least = max(ours.layout.bytes_per_token, peer.layout.bytes_per_token)
+    for hello in (ours, peer):
+        if hello.slot_bytes and hello.slot_bytes < least:
+            raise ConfigError(
+                f"expected transfer.slot_bytes of at least {least} (one token's KV) "
+                f"but {hello.sender_id} has {hello.slot_bytes}"
+            )
+
+
+def check_slots(slots: Sequence[int]) -> None:
+    """Raises ProtocolError if a peer grants what cannot be a slot: the number is the tag of a message."""
+    if not all(0 <= slot < WATCH_TAG for slot in slots):
+        raise ProtocolError(f"expected slots within [0, {WATCH_TAG}) but peer granted {slots}")
 
 
 class _PathFailed(HandoffError):
@@ -103,6 +117,18 @@ class Sender:
         self._outgoing: dict[str, Outgoing] = {}
         self._route: Route | None = None
         self._silence: WorkerLostError | None = None
+        self._events: deque[tuple[float, str]] = deque(maxlen=NUM_EVENTS)
+
+    def status_now(self) -> PeerStatus:
+        """With what has happened lately."""
+        now_s = time.monotonic()
+        return replace(
+            self.status, events=tuple(PeerEvent(now_s - at_s, text) for at_s, text in self._events)
+        )
+
+    @property
+    def num_open(self) -> int:
+        return len(self._outgoing)
 
     def open(
         self,
@@ -187,7 +213,7 @@ class Sender:
                 config.slot_bytes, slot_bytes, self.info.worker_id,
             )  # fmt: skip
         self._route = Route(
-            channel.send, link, Staging(link), self._is_summed, self._slots, self._pages, slot_bytes,
+            channel.send, link, Staging(link), self._is_summed, self._slots, self._pages_for(channel.peer), slot_bytes,
             config.progress_timeout_s, lambda handoff_id: self._forget(handoff_id),
         )  # fmt: skip
         test = SelfTest(config.probe_bytes, slot_bytes, channel, link, self._slots)
@@ -210,6 +236,13 @@ class Sender:
             test.stop()
             self._route = None
 
+    def _pages_for(self, peer: Hello) -> Pages | Reshard:
+        """Our blocks as the peer's layout wants them."""
+        if peer.layout is None or peer.layout == self._pages.layout:
+            return self._pages
+        logger.info("kv of %s: %s becomes %s", self.info.worker_id, self._pages.layout, peer.layout)
+        return Reshard(self._pages, peer.layout)
+
     async def _pass(self, test: SelfTest, channel: Channel, watch: Watch, end: Op) -> None:
         """Run the self-test. Raises _PathFailed if bytes are damaged or do not come in time, or the link ends."""
         try:
@@ -220,6 +253,7 @@ class Sender:
                     watch.heard()
                     match message:
                         case Grant(handoff_id="", slots=slots):
+                            check_slots(slots)
                             test.granted(slots)
                         case ProbeDone(slot, is_ok):
                             await test.probe_done(slot, is_ok)
@@ -258,9 +292,11 @@ class Sender:
     def _handle(self, channel: Channel, message: Message) -> None:
         match message:
             case Grant(handoff_id, slots):
+                check_slots(slots)
                 if (outgoing := self._outgoing.get(handoff_id)) is not None:
                     outgoing.granted(slots)
             case ChunkDone(handoff_id):
+                check_slots(message.granted)
                 if (outgoing := self._outgoing.get(handoff_id)) is not None:
                     outgoing.chunk_done(message)
             case Commit(handoff_id):
@@ -296,4 +332,13 @@ class Sender:
     def _set(self, status: PeerStatus) -> None:
         if status != self.status:
             self.status = status
+            self._events.append((time.monotonic(), _words(status)))
             self._on_change()
+
+
+def _words(status: PeerStatus) -> str:
+    """One line for an operator."""
+    if not status.is_ready:
+        return f"not connected: {status.detail}"
+    text = f"ready over {status.transport}, {status.gigabytes_per_s:.2g} GB/s"
+    return f"{text}; {'slow; ' if status.is_slow else ''}{status.detail}" if status.detail else text

@@ -14,6 +14,7 @@ Free slots are taken last in, first out, so that the one used next is the one mo
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from kvtransfer.transport import Link
 
 WINDOW = 3
 """Slots of one flow at a time. Enough to hide a round trip; more measured no faster."""
+
+QUARANTINE_GRACE_S = 1.0
 
 FlowKey = tuple[int, str]  # connection number, handoff id ("" is the connection's self-test)
 
@@ -117,6 +120,27 @@ class SlotTable:
         for number, slot in list(self._used.items()):
             if slot.owner[0] == connection:
                 self.finish(number)
+
+
+class QuarantineBudget:
+    """Tells when more slots than `most` are quarantined, and not for a moment only: any abort may do that."""
+
+    def __init__(self, slots: SlotTable, most: float, clock: Callable[[], float]) -> None:
+        self._slots = slots
+        self._most = most
+        self._clock = clock
+        self._over_since_s = math.inf
+
+    def trouble(self) -> str | None:
+        """To be asked regularly; what is wrong in words, or None."""
+        num_quarantined = self._slots.counts().quarantined
+        if num_quarantined <= self._most:
+            self._over_since_s = math.inf
+            return None
+        self._over_since_s = min(self._over_since_s, self._clock())
+        if self._clock() - self._over_since_s < QUARANTINE_GRACE_S:
+            return None
+        return f"expected at most {self._most:g} staging slots in quarantine but {num_quarantined} are"
 
 
 class Credits:

@@ -68,6 +68,7 @@ RESTRICTED = {
     "benchmarks/gpu_kernels.py": {"torch"},
     "benchmarks/gpu_cases.py": {"engine", "torch"},
     "benchmarks/gpu_exact.py": {"engine", "torch"},
+    "benchmarks/soak_worker.py": {"engine", "kvtransfer", "torch"},
 }
 
 # These may be imported by processes that must start fast or have no torch: nothing they load may load it.

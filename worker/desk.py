@@ -102,7 +102,9 @@ class Desk:
         self._holders: defaultdict[str, list[asyncio.Future[None]]] = defaultdict(list)
         self._ended: OrderedDict[str, None] = OrderedDict()
         self.num_lease_expiries = 0
+        self.num_reservations = 0
         self.num_handoffs = 0
+        self.handoff_exposed_s = self.handoff_hidden_s = 0.0
         self.num_handoff_bytes = 0
         self.num_handoff_failures = 0
 
@@ -116,6 +118,7 @@ class Desk:
         except BatonError as error:
             _end(reply, request.request_id, error)
             return
+        self.num_reservations += 1
         entry = self._entries[request.request_id] = _Entry(request, reply, hold=hold)
         loop = asyncio.get_running_loop()
         entry.lease = loop.call_later(command.lease_s, self._expire, request.request_id, command.lease_s)
@@ -259,6 +262,8 @@ class Desk:
         error = result.error
         self._engine.submit(lambda: self._phases.prefill.handed_off(request_id, error))
         self.num_handoff_bytes += result.num_bytes
+        self.handoff_exposed_s += result.exposed_s
+        self.handoff_hidden_s += result.hidden_s
         if self._entries.get(request_id) is not entry:
             return  # ended or cancelled before; only the blocks had to wait
         self._forget(request_id)

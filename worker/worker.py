@@ -293,7 +293,7 @@ class Worker:
         return Status(
             self._worker_id,
             self._incarnation,
-            is_ready=self._trouble() is None,
+            is_ready=not (reason := self._trouble() or self._kv.trouble() or ""),
             step_age_s=self._engine.step_age_s,
             num_running=self._phases.decode.num_running + self._phases.prefill.num_running,
             num_waiting=self._phases.decode.num_waiting + self._phases.prefill.num_waiting,
@@ -301,6 +301,8 @@ class Worker:
             peers=self._kv.peer_statuses(),
             counters=self._counters(),
             steps=self._steps.report(),
+            labelled=self._kv.gauges(),
+            reason=reason,
         )
 
     def _counters(self) -> dict[str, float]:
@@ -314,6 +316,9 @@ class Worker:
             "baton_worker_handoffs_total": self._desk.num_handoffs,
             "baton_worker_handoff_failures_total": self._desk.num_handoff_failures,
             "baton_worker_handoff_bytes_total": self._desk.num_handoff_bytes,
+            "baton_worker_reservations_total": self._desk.num_reservations,
+            "baton_worker_handoff_exposed_seconds_total": self._desk.handoff_exposed_s,
+            "baton_worker_handoff_hidden_seconds_total": self._desk.handoff_hidden_s,
             "baton_worker_damaged_chunks_total": self._kv.num_damaged_chunks,
             "baton_worker_lease_expiries_total": self._desk.num_lease_expiries,
         }

@@ -15,6 +15,7 @@ from contracts.errors import DeadlineError
 from contracts.request import Finished, GenerateRequest, Token
 from coordinator.backend import Backend, Capacity, Readiness, TokenStream, WorkerAudit
 from coordinator.gateway.context import CURRENT, RequestContext
+from coordinator.predict import Record
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,9 @@ class MeteredBackend:
 
     async def audit(self) -> list[WorkerAudit]:
         return await self._inner.audit()
+
+    def decisions(self) -> list[Record]:
+        return self._inner.decisions()
 
 
 class _MeteredStream:

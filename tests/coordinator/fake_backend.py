@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from contracts.blocks import BlockAudit
 from contracts.errors import ContextLengthError, DeadlineError
-from contracts.messages import BlockOwner, PeerStatus, Status
+from contracts.messages import BlockOwner, PeerEvent, PeerStatus, Status
 from contracts.request import Finished, GenerateRequest, Token
 from coordinator.backend import Capacity, PoolReadiness, Readiness, WorkerAudit, WorkerStatus
 from coordinator.placement import Placement
@@ -108,9 +108,15 @@ class FakeBackend:
 
     def readiness(self) -> Readiness:
         audit = BlockAudit(total=8, free=6, cached=1, running=1, reserved=0, in_handoff=0, quarantined=0)
-        peers = (PeerStatus("decode-0", True, "tcp", 1.5),)
+        events = (PeerEvent(2.0, "ready over tcp, 1.5 GB/s"),)
+        peers = (PeerStatus("decode-0", True, "tcp", 1.5, events=events),)
+        labelled = {
+            "baton_worker_kv_slots": {"free": 3.0, "quarantined": 1.0},
+            "baton_worker_handoffs_ended_total": {"out,ok": 4.0, "malformed": 1.0},
+            "unknown_of_a_newer_worker": {"x": 1.0},
+        }
         counters = {"baton_worker_steps_total": 7.0, "unknown_of_a_newer_worker": 1.0}
-        status = Status("prefill-0", 1, True, 0.1, 1, 2, audit, peers, counters)
+        status = Status("prefill-0", 1, True, 0.1, 1, 2, audit, peers, counters, labelled)
         pools = (PoolReadiness("prefill", 1, 1), PoolReadiness("decode", 1, int(self.is_ready)))
         reason = "" if self.is_ready else "no decode worker"
         return Readiness(self.is_ready, reason, pools, (WorkerStatus("prefill", status),))

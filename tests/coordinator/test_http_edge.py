@@ -220,6 +220,26 @@ async def test_the_audit_answers_on_loopback_or_to_the_admin_key(
             error_of(response)
 
 
+async def test_the_paths_between_workers_are_shown_to_the_same_callers() -> None:
+    async with service() as s:
+        (worker,) = (await s.client.get("/debug/peers")).json()["workers"]
+        assert (worker["worker_id"], worker["role"], worker["is_ready"]) == ("prefill-0", "prefill", True)
+        assert worker["slots"] == {"free": 3, "quarantined": 1}
+        assert worker["peers"] == [
+            {
+                "worker_id": "decode-0",
+                "is_ready": True,
+                "transport": "tcp",
+                "gigabytes_per_s": 1.5,
+                "detail": "",
+                "is_slow": False,
+                "events": [{"age_s": 2.0, "text": "ready over tcp, 1.5 GB/s"}],
+            }
+        ]
+    async with service(peer="10.0.0.5") as s:
+        assert (await s.client.get("/debug/peers")).status_code == 403
+
+
 @pytest.mark.parametrize("forwarded", [None, "127.0.0.1"])
 async def test_behind_a_proxy_that_hides_clients_only_the_key_opens_the_audit(forwarded: str | None) -> None:
     headers = {"x-forwarded-for": forwarded} if forwarded else {}
@@ -265,6 +285,8 @@ async def test_metrics_tell_what_happened() -> None:
             'baton_itl_seconds_count{endpoint="chat"} 2.0',
             'baton_worker_blocks{role="prefill",state="free",worker_id="prefill-0"} 6.0',
             'baton_worker_steps_total{role="prefill",worker_id="prefill-0"} 7.0',
+            'baton_worker_kv_slots{role="prefill",state="quarantined",worker_id="prefill-0"} 1.0',
+            'baton_worker_handoffs_ended_total{direction="out",reason="ok",role="prefill",worker_id="prefill-0"} 4.0',
             'baton_link_bytes_per_second{peer_id="decode-0",transport="tcp",worker_id="prefill-0"} 1.5e+09',
             'baton_kv_path{peer_id="decode-0",transport="tcp",worker_id="prefill-0"} 1.0',
             'baton_kv_path_slow{peer_id="decode-0",transport="tcp",worker_id="prefill-0"} 0.0',

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from contracts.errors import HandoffError, ProtocolError
 from kvtransfer.incoming import Arrivals
 from kvtransfer.outgoing import MAX_SENDS, ChunkPlan
-from kvtransfer.slots import WINDOW, Credits, SendSlots, SlotCounts, SlotTable
+from kvtransfer.slots import (
+    QUARANTINE_GRACE_S,
+    WINDOW,
+    Credits,
+    QuarantineBudget,
+    SendSlots,
+    SlotCounts,
+    SlotTable,
+)
 
 sizes = st.integers(0, 70)
 
@@ -151,6 +159,22 @@ def test_credits_go_round_and_nobody_waits_for_more_than_one_turn_of_the_others(
         size = sum(total > round_number for total in wants)
         assert len(set(order[:size])) == size
         order = order[size:]
+
+
+def test_a_quarantine_over_its_budget_is_trouble_after_a_moment_until_slots_are_back() -> None:
+    now_s, table = [0.0], SlotTable(4)
+    budget = QuarantineBudget(table, 1.5, lambda: now_s[0])
+    for flow in ("a", "b"):
+        table.grant((0, flow))
+        table.quarantine((0, flow))
+        assert budget.trouble() is None
+    now_s[0] += QUARANTINE_GRACE_S
+    assert budget.trouble() == "expected at most 1.5 staging slots in quarantine but 2 are"
+    table.release_unused((0, "a"))
+    assert budget.trouble() is None
+    table.grant((0, "c"))
+    table.quarantine((0, "c"))
+    assert budget.trouble() is None
 
 
 def test_one_flow_holds_a_window_of_slots_and_the_rest_is_for_others() -> None:

@@ -180,7 +180,8 @@ async def test_abort_by_the_source_ends_both_sides_once(
         assert (await handoff.result()).error is error
         outcome = await handoff.outcome()
         assert (type(outcome), str(outcome)) == (type(error), str(error))
-        assert incoming.state is (IncomingState.UNNEEDED if error is None else IncomingState.FAILED)
+        assert incoming.state is IncomingState.RELEASED
+        assert incoming.reason == ("unneeded" if error is None else error.code)
 
 
 @both
@@ -192,7 +193,7 @@ async def test_cancel_and_abort_after_the_end_change_nothing(transport: str) -> 
         await check_delivered(handoff)
         incoming.cancel(None)
         out.abort(None)
-        assert incoming.state is IncomingState.READY
+        assert incoming.state is IncomingState.DELIVERED
         again = pair.handoff(20, handoff_id=handoff.ticket.handoff_id)
         again.expect()
         assert "is known already" in str(await again.outcome())
@@ -205,6 +206,46 @@ async def test_abort_before_it_was_opened_tells_nobody() -> None:
         handoff.open(0).abort(HandoffError("never mind"))
         assert str((await handoff.result()).error) == "never mind"
         incoming.cancel(None)
+
+
+async def test_handoffs_are_counted_by_direction_state_and_reason() -> None:
+    async with connected(make_config()) as pair:
+        good, ended, failed = pair.handoff(20), pair.handoff(20), pair.handoff(20)
+        for handoff in (good, ended, failed):
+            handoff.expect()
+        assert pair.decode.endpoint.gauges()["baton_worker_handoffs_open"] == {
+            "in,reserved": 3,
+            "out,sending": 0,
+        }
+        good.open()
+        ended.open(0).abort(None)
+        failed.open(0).abort(EngineError("step failed"))
+        for handoff in (good, ended, failed):
+            await handoff.result()
+            await handoff.outcome()
+        for side, way in ((pair.prefill, "out"), (pair.decode, "in")):
+            gauges = side.endpoint.gauges()
+            assert gauges["baton_worker_handoffs_ended_total"] == {
+                f"{way},ok": 1, f"{way},unneeded": 1, f"{way},engine_error": 1,
+            }  # fmt: skip
+        await pair.rest()
+        assert pair.decode.endpoint.gauges()["baton_worker_kv_slots"] == {
+            "free": 4, "granted": 0, "receiving": 0, "quarantined": 0,
+        }  # fmt: skip
+        assert (await good.result()).reason == "ok"
+        assert pair.decode.endpoint.trouble() is None
+
+
+async def test_what_happened_to_a_connection_is_told_in_words() -> None:
+    async with connected(make_config()) as pair:
+        (event,) = pair.prefill.endpoint.peer_statuses()[0].events
+        assert event.text.startswith("ready over tcp, ")
+        assert event.age_s >= 0
+        for connection in pair.decode.endpoint._receiver._connections.values():
+            connection.channel.abort()
+        await until(lambda: len(pair.prefill.endpoint.peer_statuses()[0].events) == 3)
+        texts = [event.text.partition(":")[0] for event in pair.prefill.endpoint.peer_statuses()[0].events]
+        assert texts[1] == "not connected"
 
 
 # --- damaged bytes, faults of our own ---------------------------------------------------------------------------------
@@ -267,6 +308,30 @@ async def test_a_fault_while_sending_gives_the_slot_back_and_ends_only_that_hand
         await check_delivered(good)
 
 
+@both
+async def test_a_copy_that_finds_no_memory_ends_only_that_handoff(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with connected(make_config(transport=transport)) as pair:
+
+        def broken(*_: object) -> None:
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Pages, "scatter", broken)
+            handoff = pair.handoff(100)
+            incoming = handoff.expect()
+            handoff.open()
+            assert "could not be stored: MemoryError()" in str(await handoff.outcome())
+            assert isinstance((await handoff.result()).error, HandoffError)
+            assert incoming.reason == HandoffError.code
+        await pair.rest()
+        good = pair.handoff(100)
+        good.expect()
+        good.open()
+        await check_delivered(good)
+
+
 @pytest.mark.parametrize("which", ["on_start", "on_done", "on_done of an error"])
 async def test_a_callback_that_raises_ends_its_own_handoff_only(which: str) -> None:
     async with connected(make_config()) as pair:
@@ -321,7 +386,9 @@ async def test_a_slow_answer_to_an_abort_does_not_cost_the_connection() -> None:
     ("layout", "fingerprint", "values"),
     [
         (LAYOUT, "other", ["'other'", f"'{FINGERPRINT}'"]),
-        (replace(LAYOUT, block_size=8), FINGERPRINT, ["block_size=8", "block_size=4"]),
+        (replace(LAYOUT, block_size=6), FINGERPRINT, ["block_size=6", "4", "(p, d)"]),
+        (replace(LAYOUT, num_kv_heads=3), FINGERPRINT, ["num_kv_heads=3", "peer has 2"]),
+        (replace(LAYOUT, num_layers=4), FINGERPRINT, ["num_layers=4", "peer has 2"]),
     ],
 )
 async def test_a_mismatched_peer_is_refused_with_both_sides_values(

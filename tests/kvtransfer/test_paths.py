@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -135,6 +137,19 @@ async def test_two_processes_of_one_host_take_shared_memory() -> None:
         status = status_of(pair)
         assert (status.transport, status.detail, status.is_slow) == ("shm", "", False)
         assert status.gigabytes_per_s > 0
+        await hand_over(pair)
+
+
+async def test_shared_memory_that_cannot_be_had_gives_way_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(*_: object) -> int:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    async with auto_pair(connect_timeout_s=2.0) as pair:
+        assert status_of(pair).transport == "tcp"
+        assert "shm is not used: " in status_of(pair).detail
         await hand_over(pair)
 
 

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from contracts.errors import DeadlineError
 from contracts.messages import Abort, AbortOk, ChunkDone, Commit, Data, Fin, Grant, Message, Open, Want
 from contracts.ticket import sign
 from kvtransfer import doorman, stream
@@ -35,9 +37,9 @@ NUM_TOKENS = 10
 
 
 @contextlib.asynccontextmanager
-async def facing(num_tokens: int = NUM_TOKENS) -> AsyncIterator[tuple[Handoff, RawSender]]:
+async def facing(num_tokens: int = NUM_TOKENS, **changes: Any) -> AsyncIterator[tuple[Handoff, RawSender]]:
     """A reservation and a hand-driven sender; afterwards every slot is back."""
-    async with decode_side(make_config()) as (decode, port):
+    async with decode_side(make_config(**changes)) as (decode, port):
         handoff = Handoff(Pair(Side("p", 1, make_config()), decode, port), num_tokens, 0)
         incoming = handoff.expect()
         async with raw_sender(port) as raw:
@@ -152,6 +154,16 @@ async def test_fin_waits_for_a_chunk_that_was_asked_for_again() -> None:
         assert isinstance(grant, Grant)
         assert await deliver(handoff, raw, grant.slots[0]) == Commit(handoff_id)
         assert handoff.arrived == NUM_TOKENS
+
+
+async def test_a_chunk_that_was_asked_for_again_and_does_not_come_ends_at_a_deadline() -> None:
+    async with facing(peer_timeout_s=2.0, progress_timeout_s=0.1) as (handoff, raw):
+        handoff_id, data = handoff.ticket.handoff_id, payload(handoff)
+        slot = await get_slot(handoff, raw)
+        raw.send_data(Data(handoff_id, 0, slot, 0, NUM_TOKENS, data.numel(), checksum(data) ^ 2), data)
+        assert await raw.hear() == ChunkDone(handoff_id, 0, slot, False)
+        assert await raw.ask(Fin(handoff_id, 1, STATE)) == []
+        assert isinstance(await handoff.outcome(), DeadlineError)
 
 
 async def test_data_of_a_wrong_size_or_range_is_never_written() -> None:

@@ -14,12 +14,13 @@ from torch import Tensor
 from contracts.blocks import KvLayout
 from contracts.channel import Channel, connect
 from contracts.config import TransferConfig
-from contracts.messages import HandoffState, Hello, Message, Ping, Pong, WorkerInfo
+from contracts.messages import Data, HandoffState, Hello, Message, Ping, Pong, WorkerInfo
 from contracts.request import Token
 from contracts.ticket import Ticket, sign
 from kvtransfer.endpoint import KvEndpoint
 from kvtransfer.incoming import Incoming, Outcome
 from kvtransfer.outgoing import Outgoing, OutgoingResult
+from kvtransfer.shm import ShmTransport
 from kvtransfer.slots import SlotCounts
 from kvtransfer.tcp import TcpTransport
 from kvtransfer.transport import Link
@@ -34,7 +35,7 @@ SLOT_TOKENS = 16
 NUM_BLOCKS = 32
 NUM_SLOTS = 4
 STATE = HandoffState(Token(0, 7), num_cached_tokens=3)
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 _numbers = itertools.count()
 
@@ -49,7 +50,7 @@ def make_config(**changes: Any) -> TransferConfig:
 
 def make_slab(seed: int, layout: KvLayout = LAYOUT) -> Tensor:
     shape = (NUM_BLOCKS, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(getattr(torch, layout.dtype))
 
 
 def make_ticket(num_tokens: int, handoff_id: str = "", **changes: Any) -> Ticket:
@@ -67,11 +68,11 @@ def make_info(port: int, worker_id: str = "d", incarnation: int = 1) -> WorkerIn
     )  # fmt: skip
 
 
-async def until(is_so: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
-    """Let the event loop run until `is_so`."""
+async def until(is_so: Callable[[], bool], timeout_s: float = WAIT_S, pause_s: float = 0.0) -> None:
+    """Let the event loop run until `is_so`; with a pause, other processes run as well on a machine of one core."""
     async with asyncio.timeout(timeout_s):
         while not is_so():
-            await asyncio.sleep(0)
+            await asyncio.sleep(pause_s)
 
 
 class Side:
@@ -84,9 +85,10 @@ class Side:
         config: TransferConfig,
         layout: KvLayout = LAYOUT,
         fingerprint: str = FINGERPRINT,
+        incarnation: int = 1,
     ) -> None:
         self.slab = make_slab(seed, layout)
-        self.endpoint = KvEndpoint((name, 1), fingerprint, layout, self.slab, config, SECRET)
+        self.endpoint = KvEndpoint((name, incarnation), fingerprint, layout, self.slab, config, SECRET)
 
     @property
     def is_at_rest(self) -> bool:
@@ -202,6 +204,15 @@ class RawSender:
     def __init__(self, channel: Channel, link: Link) -> None:
         self.channel, self.link = channel, link
 
+    def send_data(self, head: Data, content: Tensor) -> None:
+        """Announce `content` and let it follow, or lie there already, whichever this link does."""
+        staged = self.link.staging(head.slot)
+        if staged is not None:
+            staged[: content.numel()] = memoryview(content.numpy())
+        self.channel.send(head)
+        if staged is None:
+            self.link.send(head.slot, memoryview(content.numpy()))
+
     async def ask(self, *messages: Message) -> list[Message]:
         """Everything that was answered by the time all `messages` were handled."""
         number = next(_numbers)
@@ -221,8 +232,9 @@ class RawSender:
 @contextlib.asynccontextmanager
 async def raw_sender(port: int, name: str = "p") -> AsyncIterator[RawSender]:
     channel = await connect(HOST, port, Hello(name, 1, "kv", b"", FINGERPRINT, LAYOUT), SECRET)
-    address = channel.peer.data_address.removeprefix("tcp=")
-    link = await TcpTransport(HOST).connect(address, channel.peer.bind_token, WAIT_S)
+    transport, _, address = channel.peer.data_address.partition("=")
+    dialler = ShmTransport(1, 4096) if transport == "shm" else TcpTransport(HOST)
+    link = await dialler.connect(address, channel.peer.bind_token, WAIT_S)
     try:
         yield RawSender(channel, link)
     finally:

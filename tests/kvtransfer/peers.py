@@ -1,0 +1,348 @@
+"""Endpoints in processes of their own, told what to do through a pipe, and a wire between them that can be cut.
+
+    test ──commands──► process "p": KvEndpoint ──Wire──► process "d": KvEndpoint
+                                                 └── slow, cut (a partition: no end is told), or leading elsewhere
+
+A server that has imported everything forks them, so that one starts in milliseconds and may be killed without regret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from contracts import wire
+from contracts.errors import LeaseExpiredError
+from kvtransfer.incoming import Incoming
+from tests.kvtransfer.tools import (
+    HOST,
+    NUM_BLOCKS,
+    STATE,
+    Handoff,
+    Pair,
+    Side,
+    make_config,
+    make_info,
+    make_slab,
+    until,
+)
+
+CALM_S = 0.002
+ANSWER_S = 60.0  # a busy machine; what is waited for inside has its own, shorter limit
+
+for _kind in wire.KINDS:
+    wire._reader(_kind)  # built once, before the forks, and not in each of them
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.kvtransfer.peers", "tests.kvtransfer.hostile"])
+
+
+class Process:
+    """The test's end of one process."""
+
+    def __init__(self, process: BaseProcess, conn: Connection) -> None:
+        self._process, self._conn = process, conn
+
+    async def hear(self) -> Any:
+        async with asyncio.timeout(ANSWER_S):
+            return await receive(self._conn)
+
+    async def ask(self, *command: Any) -> Any:
+        """The command's answer. Raises AssertionError with the other process's error."""
+        self._conn.send(command)
+        is_ok, answer = await self.hear()
+        assert is_ok, answer
+        return answer
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    async def end(self) -> None:
+        """Killed. A second call does nothing."""
+        if self._conn.closed:
+            return
+        self._process.kill()
+        await asyncio.to_thread(self._process.join)
+        self._process.close()
+        self._conn.close()
+
+
+class Processes:
+    """Starts them and ends those that are left."""
+
+    def __init__(self) -> None:
+        self._started: list[Process] = []
+
+    async def start(self, target: Callable[..., None], *arguments: Any) -> Process:
+        ours, theirs = _context.Pipe()
+        process = _context.Process(target=target, args=(theirs, *arguments), daemon=True)
+        await asyncio.to_thread(process.start)
+        theirs.close()
+        started = Process(process, ours)
+        self._started.append(started)
+        return started
+
+    async def endpoint(
+        self, name: str, incarnation: int = 1, version: int = wire.PROTOCOL_VERSION, **changes: Any
+    ) -> tuple[Process, int, str]:
+        """One that does what `Endpoint` can be told; its kv_port and data address."""
+        process = await self.start(run_endpoint, name, incarnation, version, changes)
+        port, address = await process.hear()
+        return process, port, address
+
+    async def end_all_but(self, *kept: Process) -> None:
+        for process in [each for each in self._started if each not in kept]:
+            await process.end()
+            self._started.remove(process)
+
+
+@contextlib.asynccontextmanager
+async def processes() -> AsyncIterator[Processes]:
+    started = Processes()
+    try:
+        yield started
+    finally:
+        await started.end_all_but()
+
+
+async def receive(conn: Connection) -> Any:
+    """One message of a pipe, without holding up the event loop. Raises EOFError."""
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+    loop.add_reader(conn.fileno(), lambda: ready.done() or ready.set_result(None))
+    try:
+        await ready
+    finally:
+        loop.remove_reader(conn.fileno())
+    return conn.recv()
+
+
+# --- in the other process ---------------------------------------------------------------------------------------------
+
+
+async def obey(conn: Connection, commands: object) -> None:
+    """Call the methods of `commands` that the test names, until it ends or leaves."""
+    while True:
+        try:
+            name, *arguments = await receive(conn)
+        except EOFError:
+            return
+        try:
+            answer = getattr(commands, name)(*arguments)
+            conn.send((True, await answer if asyncio.iscoroutine(answer) else answer))
+        except Exception as error:
+            conn.send((False, f"{name}: {error!r}"))
+
+
+def run_endpoint(
+    conn: Connection, name: str, incarnation: int, version: int, changes: dict[str, Any]
+) -> None:
+    wire.PROTOCOL_VERSION = version
+    asyncio.run(_run_endpoint(conn, name, incarnation, changes))
+
+
+async def _run_endpoint(conn: Connection, name: str, incarnation: int, changes: dict[str, Any]) -> None:
+    side = Side(name, 1 if name == "p" else 2, make_config(**changes), incarnation=incarnation)
+    port = await side.endpoint.start(HOST)
+    conn.send((port, side.endpoint._address))
+    await obey(conn, Endpoint(side, incarnation))
+    await side.endpoint.close()
+
+
+class Endpoint:
+    """What an endpoint's process can be told. Every handoff is of all its tokens, by its id."""
+
+    def __init__(self, side: Side, incarnation: int) -> None:
+        self._side = side
+        self._incarnation = incarnation
+        self._handoffs: dict[str, Handoff] = {}
+        self._incoming: dict[str, Incoming] = {}
+        self._source = make_slab(1)
+        self._num_ready = 0
+        side.endpoint.on_peers_changed = self._peers_changed
+
+    def publish(self, address: str) -> None:
+        self._side.endpoint._address = address
+
+    async def peer(self, port: int, incarnation: int = 1) -> None:
+        """Connect to the decode endpoint at `port` and wait for it."""
+        self._side.endpoint.set_peers([make_info(port, incarnation=incarnation)])
+        await self.connected(1)
+
+    async def connected(self, num_times: int) -> None:
+        """Until the peer has become ready for the `num_times`-th time."""
+        await until(lambda: self._num_ready >= num_times, pause_s=CALM_S)
+        await until(lambda: self._side.endpoint.peer_statuses()[0].is_ready, pause_s=CALM_S)
+
+    async def fenced(self) -> None:
+        """Until the connection that there was is given up."""
+        endpoint = self._side.endpoint
+        await until(
+            lambda: (
+                not any(peer.is_ready for peer in endpoint.peer_statuses())
+                and not endpoint._receiver._connections
+            ),
+            pause_s=CALM_S,
+        )
+
+    def _peers_changed(self) -> None:
+        self._num_ready += any(peer.is_ready for peer in self._side.endpoint.peer_statuses())
+
+    async def unready_peer(self, port: int) -> str:
+        """Why it does not become ready."""
+        self._side.endpoint.set_peers([make_info(port)])
+        statuses = self._side.endpoint.peer_statuses
+        await until(lambda: statuses()[0].detail != "connecting", pause_s=CALM_S)
+        assert not statuses()[0].is_ready
+        return statuses()[0].detail
+
+    def expect(self, handoff_id: str, num_tokens: int) -> None:
+        handoff = self._handoffs[handoff_id] = self._make(handoff_id, num_tokens)
+        self._incoming[handoff_id] = handoff.expect()
+
+    def open(
+        self, handoff_id: str, num_tokens: int, num_ready: int, source: int = 1, target: int = 1
+    ) -> None:
+        """Tokens [0, num_ready) are computed; `source` and `target` are the incarnations in the ticket."""
+        lives = {"source_incarnation": source, "target_incarnation": target}
+        handoff = self._handoffs[handoff_id] = self._make(handoff_id, num_tokens, **lives)
+        handoff.open(0)
+        handoff.ready(num_ready)
+
+    def ready(self, handoff_id: str, num_tokens: int) -> None:
+        self._handoffs[handoff_id].ready(num_tokens)
+
+    def finish(self, handoff_id: str) -> None:
+        outgoing = self._handoffs[handoff_id].outgoing
+        assert outgoing is not None
+        outgoing.finish(STATE)
+
+    def expire(self, handoff_id: str) -> None:
+        """As the worker does when the lease of a reservation is over."""
+        self._incoming[handoff_id].cancel(LeaseExpiredError("nobody came"))
+
+    async def arrived(self, handoff_id: str, num_tokens: int) -> None:
+        """Until so many tokens are in place, and equal to prefill's."""
+        handoff = self._handoffs[handoff_id]
+        await until(lambda: handoff.arrived == num_tokens, pause_s=CALM_S)
+
+    async def result(self, handoff_id: str) -> str:
+        """Prefill's end of it: the error's type, or "ok"."""
+        error = (await self._handoffs[handoff_id].result()).error
+        return "ok" if error is None else type(error).__name__
+
+    async def outcome(self, handoff_id: str) -> str:
+        """Decode's end of it."""
+        outcome = await self._handoffs[handoff_id].outcome()
+        return "ok" if outcome == STATE else type(outcome).__name__
+
+    def is_pending(self, handoff_id: str) -> bool:
+        return not self._handoffs[handoff_id].received.done()
+
+    async def rest(self) -> None:
+        """The audit: every slot is free, nothing is expected, nothing is under way."""
+        endpoint = self._side.endpoint
+        await until(lambda: self._side.is_at_rest, pause_s=CALM_S)
+        assert endpoint._receiver.num_expected == 0
+        assert not any(sender._outgoing for sender in endpoint._senders.values())
+
+    def _make(self, handoff_id: str, num_tokens: int, **changes: Any) -> Handoff:
+        source = Side.__new__(Side)
+        source.slab = self._source
+        assert num_tokens <= NUM_BLOCKS * 4
+        own = self._side
+        pair = Pair(own, own, 0) if own.endpoint._identity[0] == "p" else Pair(source, own, 0)
+        return Handoff(pair, num_tokens, 0, handoff_id=handoff_id, **changes)
+
+
+# --- between two processes --------------------------------------------------------------------------------------------
+
+
+class Wire:
+    """A TCP proxy: `delay_s` per piece; `cut` lets nothing pass, ends included; `lead` takes new ones elsewhere."""
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_whole = asyncio.Event()
+        self._is_whole.set()
+        self._server: asyncio.Server | None = None
+        self.delay_s = 0.0
+
+    async def start(self) -> int:
+        self._server = await asyncio.start_server(self._accept, HOST, 0)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    def cut(self) -> None:
+        self._is_whole.clear()
+
+    def heal(self) -> None:
+        self._is_whole.set()
+
+    def lead(self, target: int) -> None:
+        self._target = target
+
+    async def close(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._run(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self._is_whole.wait()
+            far_reader, far_writer = await asyncio.open_connection(HOST, self._target)
+            try:
+                await asyncio.gather(self._pass(reader, far_writer), self._pass(far_reader, writer))
+            finally:
+                far_writer.transport.abort()
+        except OSError:
+            pass
+        finally:
+            writer.transport.abort()
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            content = await reader.read(4096 if self.delay_s else 1 << 16)
+            await self._is_whole.wait()
+            if self.delay_s:
+                await asyncio.sleep(self.delay_s)
+            if not content:
+                raise ConnectionResetError  # ends both directions
+            writer.write(content)
+            await writer.drain()
+
+
+@contextlib.asynccontextmanager
+async def wires(port: int, address: str) -> AsyncIterator[tuple[list[Wire], int, str]]:
+    """Around a listening endpoint: the wires, and the port and data address that lead through them.
+
+    Over shm the data needs no wire: only the control connection can be cut.
+    """
+    made: list[Wire] = []
+    try:
+        made.append(Wire(port))
+        port = await made[0].start()
+        if address.startswith("tcp="):
+            host, _, data_port = address.rpartition(":")
+            made.append(Wire(int(data_port)))
+            address = f"{host}:{await made[1].start()}"
+        yield made, port, address
+    finally:
+        for each in made:
+            await each.close()

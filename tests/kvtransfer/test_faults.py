@@ -1,0 +1,249 @@
+"""The fault matrix: every trouble of a peer, at every state of a handoff, between two processes.
+
+    RESERVED    decode expects it, nobody has opened it          RECEIVING   60 of 100 tokens are there
+    RECEIVED    all tokens are there, prefill has not finished   DELIVERED   decode has taken over
+
+Each ends in success or in one typed error within its deadline, with every slot back on both sides; and the pair goes
+on by itself: the next handoff arrives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+
+import pytest
+
+from contracts.messages import PROTOCOL_VERSION
+from tests.kvtransfer.peers import Process, Processes, Wire, processes, wires
+
+NUM_TOKENS = 100
+NUM_READY = 60
+SILENCE_S = 3.0
+LIMIT_S = 25.0  # from the fault to the survivor's typed error, on a machine that does other things as well
+STATES = ("reserved", "receiving", "received", "delivered")
+
+transports = pytest.mark.parametrize("transport", ["tcp", "shm"])
+every_transport = pytest.mark.parametrize("transport", ["tcp", "shm", "ucx"])
+victims = pytest.mark.parametrize("victim", ["prefill", "decode"])
+
+
+async def at_each_state(check: Callable[[str], Coroutine[None, None, None]]) -> None:
+    """All four at once, each with processes of its own: most of a case is waiting for a silence."""
+
+    async def named(state: str) -> None:
+        try:
+            await check(state)
+        except BaseException as error:
+            error.add_note(f"at state {state}")
+            raise
+
+    async with asyncio.TaskGroup() as group:
+        for state in STATES:
+            group.create_task(named(state))
+
+
+@dataclass
+class Scene:
+    """Both processes and the wires between them."""
+
+    started: Processes
+    transport: str
+    prefill: Process
+    decode: Process
+    wires: list[Wire]
+    port: int
+    prefill_life: int = 1
+    decode_life: int = 1
+
+    async def reach(self, state: str, handoff_id: str) -> None:
+        await self.decode.ask("expect", handoff_id, NUM_TOKENS)
+        if state == "reserved":
+            return
+        await self.open(handoff_id, NUM_READY if state == "receiving" else NUM_TOKENS)
+        await self.decode.ask("arrived", handoff_id, NUM_READY if state == "receiving" else NUM_TOKENS)
+        if state == "delivered":
+            await self.finish(handoff_id)
+
+    async def open(self, handoff_id: str, num_ready: int) -> None:
+        lives = self.prefill_life, self.decode_life
+        await self.prefill.ask("open", handoff_id, NUM_TOKENS, num_ready, *lives)
+
+    async def finish(self, handoff_id: str) -> None:
+        await self.prefill.ask("finish", handoff_id)
+        assert await self.decode.ask("outcome", handoff_id) == "ok"
+        assert await self.prefill.ask("result", handoff_id) == "ok"
+        await self.decode.ask("arrived", handoff_id, NUM_TOKENS)
+
+    async def check_again(self, num_connections: int) -> None:
+        """The pair has found together (again), and hands over."""
+        await self.prefill.ask("connected", num_connections)
+        await self.reach("delivered", "again")
+        await self.rest()
+
+    async def rest(self) -> None:
+        await self.prefill.ask("rest")
+        await self.decode.ask("rest")
+
+    async def restart(self, victim: str) -> None:
+        """A new life at the same address."""
+        if victim == "prefill":
+            self.prefill_life = 2
+            self.prefill, _, _ = await self.started.endpoint("p", 2, transport=self.transport)
+        else:
+            self.decode_life = 2
+            self.decode, port, address = await self.started.endpoint("d", 2, transport=self.transport)
+            self.wires[0].lead(port)
+            if self.transport == "tcp":
+                self.wires[1].lead(int(address.rpartition(":")[2]))
+        await self.prefill.ask("peer", self.port, self.decode_life)
+
+
+@contextlib.asynccontextmanager
+async def scene(transport: str, peer_timeout_s: float = 60.0) -> AsyncIterator[Scene]:
+    changes = {"transport": transport, "peer_timeout_s": peer_timeout_s}
+    async with processes() as started:
+        decode, port, address = await started.endpoint("d", **changes)
+        prefill, _, _ = await started.endpoint("p", **changes)
+        async with wires(port, address) as (made, port, address):
+            await decode.ask("publish", address)
+            await prefill.ask("peer", port)
+            yield Scene(started, transport, prefill, decode, made, port)
+
+
+async def check_survivor(scene: Scene, survivor: str, state: str) -> None:
+    """What the one that is left makes of handoff "h"."""
+    begun_s = time.monotonic()
+    if survivor == "prefill":
+        if state == "reserved":
+            await scene.open("h", NUM_TOKENS)
+        if state != "delivered":
+            assert await scene.prefill.ask("result", "h") == "WorkerLostError"
+        await scene.prefill.ask("rest")
+    else:
+        if state == "reserved":
+            assert await scene.decode.ask("is_pending", "h")  # another prefill worker may still come
+            await scene.decode.ask("expire", "h")
+        elif state != "delivered":
+            assert await scene.decode.ask("outcome", "h") == "WorkerLostError"
+        await scene.decode.ask("rest")
+    assert time.monotonic() - begun_s < LIMIT_S
+
+
+@every_transport
+@victims
+async def test_a_peer_is_killed_and_comes_back_at_the_same_address(transport: str, victim: str) -> None:
+    async def check(state: str) -> None:
+        async with scene(transport) as s:
+            await s.reach(state, "h")
+            (s.prefill if victim == "prefill" else s.decode).signal(signal.SIGKILL)
+            await check_survivor(s, "decode" if victim == "prefill" else "prefill", state)
+            await s.restart(victim)
+            await s.check_again(1)
+
+    await at_each_state(check)
+
+
+@transports
+@victims
+async def test_a_ticket_for_the_life_before_the_restart_is_worker_lost(transport: str, victim: str) -> None:
+    async with scene(transport) as s:
+        await s.reach("reserved", "h")
+        (s.prefill if victim == "prefill" else s.decode).signal(signal.SIGKILL)
+        await s.restart(victim)
+        if victim == "decode":
+            await s.decode.ask("expect", "h", NUM_TOKENS)
+        await s.prefill.ask("open", "h", NUM_TOKENS, NUM_TOKENS, 1, 1)
+        assert await s.prefill.ask("result", "h") == (
+            "HandoffError" if victim == "prefill" else "WorkerLostError"
+        )
+        assert await s.decode.ask("is_pending", "h")
+        await s.decode.ask("expire", "h")
+        await s.check_again(1)
+
+
+@every_transport
+@victims
+async def test_a_peer_is_stopped_and_goes_on(transport: str, victim: str) -> None:
+    async def check(state: str) -> None:
+        async with scene(transport, SILENCE_S) as s:
+            await s.reach(state, "h")
+            stopped = s.prefill if victim == "prefill" else s.decode
+            stopped.signal(signal.SIGSTOP)
+            await check_survivor(s, "decode" if victim == "prefill" else "prefill", state)
+            await (s.decode if victim == "prefill" else s.prefill).ask("fenced")
+            stopped.signal(signal.SIGCONT)
+            await check_other_end(s, victim, state)
+            await s.check_again(2)
+
+    await at_each_state(check)
+
+
+async def check_other_end(s: Scene, victim: str, state: str) -> None:
+    """The one that was away hears of the end as well."""
+    if state in ("receiving", "received"):
+        ask = s.prefill.ask("result", "h") if victim == "prefill" else s.decode.ask("outcome", "h")
+        assert await ask == "WorkerLostError"
+    elif state == "reserved" and victim == "decode":
+        if not await s.decode.ask("is_pending", "h"):
+            assert await s.decode.ask("outcome", "h") == "WorkerLostError"  # an Open had reached it
+        await s.decode.ask("expire", "h")
+
+
+@transports
+async def test_a_partition_ends_both_sides_and_heals(transport: str) -> None:
+    async def check(state: str) -> None:
+        async with scene(transport, SILENCE_S) as s:
+            await s.reach(state, "h")
+            for wire in s.wires:
+                wire.cut()
+            await check_survivor(s, "prefill", state)
+            await check_survivor(s, "decode", state)
+            await asyncio.gather(s.prefill.ask("fenced"), s.decode.ask("fenced"))
+            for wire in s.wires:
+                wire.heal()
+            await s.check_again(2)
+
+    await at_each_state(check)
+
+
+@transports
+async def test_a_slow_wire_is_no_failure(transport: str) -> None:
+    async def check(state: str) -> None:
+        async with scene(transport) as s:
+            await s.reach(state, "h")
+            for wire in s.wires:
+                wire.delay_s = 0.01
+            if state == "reserved":
+                await s.open("h", NUM_TOKENS)
+            elif state == "receiving":
+                await s.prefill.ask("ready", "h", NUM_TOKENS)
+            if state != "delivered":
+                await s.finish("h")
+            await s.check_again(1)
+
+    await at_each_state(check)
+
+
+@transports
+@victims
+async def test_another_protocol_version_is_refused_with_both_sides_values(
+    transport: str, victim: str
+) -> None:
+    async with processes() as started:
+        newer = PROTOCOL_VERSION + 1
+        theirs = newer if victim == "decode" else PROTOCOL_VERSION
+        ours = newer if victim == "prefill" else PROTOCOL_VERSION
+        decode, port, _ = await started.endpoint("d", version=theirs, transport=transport)
+        prefill, _, _ = await started.endpoint("p", version=ours, transport=transport)
+        await decode.ask("expect", "h", NUM_TOKENS)
+        why = await prefill.ask("unready_peer", port)
+        assert why == f"expected protocol version {ours} but peer sent {theirs}"
+        await prefill.ask("open", "h", NUM_TOKENS, NUM_TOKENS)
+        assert await prefill.ask("result", "h") == "WorkerLostError"
+        await decode.ask("expire", "h")
+        await asyncio.gather(prefill.ask("rest"), decode.ask("rest"))
