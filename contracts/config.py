@@ -8,15 +8,15 @@ family) is checked where they are read. `python -m contracts.config` prints docs
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from contracts.config_faults import explain
 from contracts.config_gateway import GatewayConfig
 from contracts.config_slo import SloConfig
 from contracts.errors import ConfigError
@@ -323,8 +323,14 @@ def load_config(path: str | Path | None = None, overrides: dict[str, Any] | None
     try:
         return BatonConfig.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(detail) for detail in error.errors(include_url=False)]
+        lines = [explain(detail, _keys()) for detail in error.errors(include_url=False)]
         raise ConfigError("; ".join(lines)) from None
+
+
+def _keys() -> dict[str, list[str]]:
+    """The names of all fields by section."""
+    sections: dict[str, Any] = {name: field.annotation for name, field in BatonConfig.model_fields.items()}
+    return {name: list(section.model_fields) for name, section in sections.items()}
 
 
 def cache_dir() -> Path:
@@ -355,53 +361,6 @@ def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
             raise ConfigError(f"{dotted}: expected {name} to be a section but it is {type(child).__name__}")
         tree = child
     tree[leaf] = value
-
-
-# How pydantic's findings are told; their context fills the gap.
-_EXPECTED = {
-    "greater_than_equal": "≥ {ge}",
-    "greater_than": "> {gt}",
-    "less_than_equal": "≤ {le}",
-    "literal_error": "{expected}",
-    "dict_type": "a mapping of names to amounts",
-}
-
-
-def _explain(detail: Any) -> str:
-    where = ".".join(str(part) for part in detail["loc"])
-    kind = detail["type"]
-    if kind == "value_error":
-        return str(detail["ctx"]["error"])
-    if kind == "extra_forbidden":
-        return f"{where}: unknown key{_suggestion(detail['loc'])}"
-    if kind == "model_type" and where:
-        keys = (f"{where}.{key}" for key in _keys().get(where, ()))
-        expected = f"a section ({', '.join(keys)})"
-    elif kind in _EXPECTED:
-        bounds = {name: f"{value}".removesuffix(".0") for name, value in detail.get("ctx", {}).items()}
-        expected = _EXPECTED[kind].format(**bounds)
-    else:
-        expected = detail["msg"].removeprefix("Input should be ")
-    return f"{where or 'config'}: expected {expected} but got {repr(detail['input'])[:80]}"
-
-
-def _suggestion(loc: Sequence[int | str]) -> str:
-    """The known key that was probably meant: of the same section, else of the same name elsewhere."""
-    *parents, leaf = map(str, loc)
-    sections = _keys()
-    siblings = sections.get(parents[0], []) if parents else list(sections)
-    if close := difflib.get_close_matches(leaf, siblings, 1):
-        return f"; did you mean {'.'.join([*parents, close[0]])}?"
-    elsewhere = [(key, name) for name, keys in sections.items() for key in keys]
-    if close := difflib.get_close_matches(leaf, [key for key, _ in elsewhere], 1):
-        return f"; did you mean {' or '.join(f'{name}.{key}' for key, name in elsewhere if key == close[0])}?"
-    return ""
-
-
-def _keys() -> dict[str, list[str]]:
-    """The names of all fields by section."""
-    sections: dict[str, Any] = {name: field.annotation for name, field in BatonConfig.model_fields.items()}
-    return {name: list(section.model_fields) for name, section in sections.items()}
 
 
 if __name__ == "__main__":
