@@ -38,11 +38,8 @@ if "-f" in sys.argv:
         text = file.read()
     text = re.sub(r"(?m)^(\s*bind )\*?:", r"\g<1>127.0.0.1:", text)
     text = re.sub(r"(?m)^defaults.*$", r"\g<0>\n    timeout http-request HEADER_TIMEOUT_Ss", text)
-    text = re.sub(
-        r"(?m)^(\s*)(http-request set-header x-request-id )",
-        r"\g<1>http-request del-header x-request-id if { req.fhdr(x-request-id),length gt 128 }\n\g<1>\g<2>",
-        text,
-    )
+    rule = "http-request del-header x-request-id if { req.fhdr(x-request-id),length gt 128 }"
+    text = re.sub(r"(?m)^frontend .*$", r"\g<0>\n    " + rule, text)
     with open(path + ".own", "w") as file:
         file.write(text)
     os.replace(path + ".own", path)

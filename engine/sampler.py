@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ MIN_LOGPROB = -9999.0  # stands for -inf, which JSON cannot carry
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _NUCLEUS_GUESS = 512  # tokens that hold top_p of the mass in all but flat distributions
+
+_BARRED = np.float32(-np.inf)
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
@@ -59,6 +61,11 @@ class SamplingRow:
         """Nothing but the best raw logit is asked for."""
         return self.params.temperature == 0.0 and self.params.num_logprobs is None and self.is_plain
 
+    @property
+    def is_masked_argmax(self) -> bool:
+        """Nothing but the best raw logit that the grammar allows."""
+        return self.grammar is not None and replace(self, grammar=None).is_argmax
+
 
 class Sampler:
     """Draws tokens for one model. `eos_token_ids` are masked until a row's `min_tokens` are out."""
@@ -80,13 +87,17 @@ class Sampler:
             raise EngineError(f"expected finite logits but the rows' maxima are {maxima.tolist()}")
         best_ids: list[int] = best.tolist()
         drawn = [index for index, row in enumerate(rows) if not row.is_argmax]
-        host = dict(zip(drawn, logits[drawn].cpu().double().numpy(), strict=True)) if drawn else {}
+        host = dict(zip(drawn, logits[drawn].cpu().numpy(), strict=True)) if drawn else {}
         return [
             self._draw(host[index], row) if index in host else Token(row.position, best_ids[index])
             for index, row in enumerate(rows)
         ]
 
-    def _draw(self, raw: Floats, row: SamplingRow) -> Token:
+    def _draw(self, logits: NDArray[np.float32], row: SamplingRow) -> Token:
+        if row.grammar is not None and row.is_masked_argmax:
+            mask = self._grammar_mask(row.grammar, len(logits), row.params.ignore_eos)
+            return Token(row.position, int(np.where(mask, logits, _BARRED).argmax()))
+        raw = logits.astype(np.float64)
         with np.errstate(over="ignore", invalid="raise", divide="ignore"):
             token_id = choose(self._adjusted(raw, row), row.params, row.position)
             return _with_logprobs(raw, row, token_id)
