@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -34,6 +36,8 @@ from tests.kvtransfer.tools import (
     until,
 )
 
+CLONE_NEWNET, CLONE_NEWNS = 0x4000_0000, 0x2_0000
+MS_SLAVE_ALL = 1 << 19 | 1 << 14
 CALM_S = 0.002
 ANSWER_S = 60.0  # a busy machine; what is waited for inside has its own, shorter limit
 
@@ -42,6 +46,32 @@ for _kind in wire.KINDS:
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.kvtransfer.peers", "tests.kvtransfer.hostile"])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an endpoint's process is: a network namespace ("": this one), an address in it, UCX's network device."""
+
+    namespace: str = ""
+    host: str = HOST
+    device: str = ""
+
+    def enter(self) -> None:
+        """For a process that has one thread. Raises OSError."""
+        if self.device:
+            # Both namespaces have a loopback of the same address, and UCX sees one host: it would try that one.
+            os.environ |= {"UCX_NET_DEVICES": self.device, "UCX_TLS": "tcp"}
+        if not self.namespace:
+            return
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/run/netns/{self.namespace}") as file:
+            is_failed = libc.setns(file.fileno(), CLONE_NEWNET)
+        # UCX looks for its devices in /sys, which goes on showing the namespace that it was mounted in.
+        is_failed = is_failed or libc.unshare(CLONE_NEWNS)
+        is_failed = is_failed or libc.mount(b"none", b"/", None, MS_SLAVE_ALL, None)
+        is_failed = is_failed or libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None)
+        if is_failed:
+            raise OSError(ctypes.get_errno(), f"cannot enter network namespace {self.namespace}")
 
 
 class Process:
@@ -91,10 +121,15 @@ class Processes:
         return started
 
     async def endpoint(
-        self, name: str, incarnation: int = 1, version: int = wire.PROTOCOL_VERSION, **changes: Any
+        self,
+        name: str,
+        incarnation: int = 1,
+        version: int = wire.PROTOCOL_VERSION,
+        place: Place | None = None,
+        **changes: Any,
     ) -> tuple[Process, int, str]:
         """One that does what `Endpoint` can be told; its kv_port and data address."""
-        process = await self.start(run_endpoint, name, incarnation, version, changes)
+        process = await self.start(run_endpoint, name, incarnation, version, place or Place(), changes)
         port, address = await process.hear()
         return process, port, address
 
@@ -143,15 +178,16 @@ async def obey(conn: Connection, commands: object) -> None:
 
 
 def run_endpoint(
-    conn: Connection, name: str, incarnation: int, version: int, changes: dict[str, Any]
+    conn: Connection, name: str, incarnation: int, version: int, place: Place, changes: dict[str, Any]
 ) -> None:
     wire.PROTOCOL_VERSION = version
-    asyncio.run(_run_endpoint(conn, name, incarnation, changes))
-
-
-async def _run_endpoint(conn: Connection, name: str, incarnation: int, changes: dict[str, Any]) -> None:
+    place.enter()
     side = Side(name, 1 if name == "p" else 2, make_config(**changes), incarnation=incarnation)
-    port = await side.endpoint.start(HOST)
+    asyncio.run(_run_endpoint(conn, side, place.host, incarnation))
+
+
+async def _run_endpoint(conn: Connection, side: Side, host: str, incarnation: int) -> None:
+    port = await side.endpoint.start(host)
     conn.send((port, side.endpoint._address))
     await obey(conn, Endpoint(side, incarnation))
     await side.endpoint.close()
@@ -172,15 +208,21 @@ class Endpoint:
     def publish(self, address: str) -> None:
         self._side.endpoint._address = address
 
-    async def peer(self, port: int, incarnation: int = 1) -> None:
+    async def peer(self, port: int, incarnation: int = 1, host: str = HOST) -> None:
         """Connect to the decode endpoint at `port` and wait for it."""
-        self._side.endpoint.set_peers([make_info(port, incarnation=incarnation)])
+        info = replace(make_info(port, incarnation=incarnation), host=host)
+        self._side.endpoint.set_peers([info])
         await self.connected(1)
 
     async def connected(self, num_times: int) -> None:
         """Until the peer has become ready for the `num_times`-th time."""
         await until(lambda: self._num_ready >= num_times, pause_s=CALM_S)
         await until(lambda: self._side.endpoint.peer_statuses()[0].is_ready, pause_s=CALM_S)
+
+    def path(self) -> tuple[str, str]:
+        """Which transport the connection took, and what is noted about it."""
+        (status,) = self._side.endpoint.peer_statuses()
+        return status.transport, status.detail
 
     async def fenced(self) -> None:
         """Until the connection that there was is given up."""
