@@ -147,8 +147,8 @@ async def test_an_output_is_no_longer_than_its_tenant_may_have(tmp_path: Path) -
 
 async def test_a_deadline_is_504_before_the_first_token_and_an_event_after(tmp_path: Path) -> None:
     never = asyncio.Event()
-    headers = {"x-request-timeout": "0.05"}
-    for start, status in (([], 504), ([72], 200)):
+    for start, status, timeout_s in (([], 504, 0.05), ([72], 200, 2.0)):
+        headers = {"x-request-timeout": str(timeout_s)}
         script: list[Step] = [*start, never]
         async with gateway_service(lambda _, script=script: script, folder=tmp_path) as s:
             response = await s.client.post(URL, json={**CHAT, "stream": True}, headers=headers)
@@ -162,7 +162,6 @@ async def test_a_deadline_is_504_before_the_first_token_and_an_event_after(tmp_p
                 chunks = events(response)
                 assert joined(chunks[:-1]) == "H"
                 assert chunks[-1]["error"]["code"] == "timeout"
-            assert (await s.client.post(URL, json=CHAT, headers=headers)).status_code == 504
     async with gateway_service(lambda _: [never], folder=tmp_path, max_request_timeout_s=0.05) as s:
         assert (await s.client.post(URL, json=CHAT, headers={"x-request-timeout": "60"})).status_code == 504
 
