@@ -113,12 +113,12 @@ class FakeServer:
         for delay_s, event, has_text in self._events(body):
             await asyncio.sleep(delay_s)
             data = b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + end
+            if has_text:  # before it is written: the client may have it before this process runs on
+                stamp["chunks_s"].append(time.monotonic())
             if mode == "glued":
                 glued += data
             else:
                 writer.write(data)
-            if has_text:
-                stamp["chunks_s"].append(time.monotonic())
             await writer.drain()
         writer.write(glued)
         await writer.drain()

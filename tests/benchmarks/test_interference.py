@@ -85,7 +85,7 @@ def test_long_prompts_come_every_period() -> None:
 def test_the_command_measures_and_judges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with fake_server(ttft_s=0.005, gap_s=0.005) as url:
         code = interference.main(
-            [url, "--duration-s", "0.6", "--warmup-s", "0.2", "--period-s", "0.2", "--long-tokens", "60",
+            [url, "--duration-s", "1.5", "--warmup-s", "0.2", "--period-s", "0.5", "--long-tokens", "60",
              "--out", str(tmp_path), "--json", str(tmp_path / "r.json")]
         )  # fmt: skip
     assert code in (0, 1)  # how fast this machine is just now is not what is tested

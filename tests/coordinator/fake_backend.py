@@ -116,7 +116,7 @@ class FakeBackend:
             "unknown_of_a_newer_worker": {"x": 1.0},
         }
         counters = {"baton_worker_steps_total": 7.0, "unknown_of_a_newer_worker": 1.0}
-        status = Status("prefill-0", 1, True, 0.1, 1, 2, audit, peers, counters, labelled)
+        status = Status("prefill-0", 1, True, 0.1, 1, 2, audit, peers, counters, labelled=labelled)
         pools = (PoolReadiness("prefill", 1, 1), PoolReadiness("decode", 1, int(self.is_ready)))
         reason = "" if self.is_ready else "no decode worker"
         return Readiness(self.is_ready, reason, pools, (WorkerStatus("prefill", status),))
