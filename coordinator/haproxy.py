@@ -1,13 +1,15 @@
 """Serve's HAProxy mode, made fit for several instances on one machine and for a sudden end.
 
-Four traits of Serve's generated set-up need care:
+Five traits of Serve's generated set-up need care:
   * files and ports default to fixed places, so two instances would share them: every one is set here;
   * HAProxy outlives the Serve process that started it when that one is killed: it is started through a script which
     asks the kernel to end it with its parent;
   * its statistics and metrics pages listen on every address whatever the host option says: the script pins them to
     loopback in the generated configuration;
   * Serve repeats a client's request id in its answers whatever its length: the script drops one that is too long, and
-    Serve makes one of its own.
+    Serve makes one of its own;
+  * HAProxy forgets to watch the client once it has spliced a part of the request's body, so a client that leaves during
+    a long answer goes unseen: the script turns splicing off (it gains nothing for bodies and answers this small).
 
 NOTE: HAProxy adds no X-Forwarded-For. Behind it every client looks like 127.0.0.1, so "answers on loopback only" can
 be decided from the address Baton listens on, never from the address of the peer.
@@ -40,6 +42,7 @@ if "-f" in sys.argv:
     text = re.sub(r"(?m)^defaults.*$", r"\g<0>\n    timeout http-request HEADER_TIMEOUT_Ss", text)
     rule = "http-request del-header x-request-id if { req.fhdr(x-request-id),length gt 128 }"
     text = re.sub(r"(?m)^frontend .*$", r"\g<0>\n    " + rule, text)
+    text = re.sub(r"(?m)^global.*$", r"\g<0>\n    #nosplice", text)
     with open(path + ".own", "w") as file:
         file.write(text)
     os.replace(path + ".own", path)
