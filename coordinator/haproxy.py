@@ -8,8 +8,8 @@ Five traits of Serve's generated set-up need care:
     loopback in the generated configuration;
   * Serve repeats a client's request id in its answers whatever its length: the script drops one that is too long, and
     Serve makes one of its own;
-  * HAProxy forgets to watch the client once it has spliced a part of the request's body, so a client that leaves during
-    a long answer goes unseen: the script turns splicing off (it gains nothing for bodies and answers this small).
+  * HAProxy 2.8 often does not see that a client left when `option splice-request` is set and the body came after the
+    headers, so its answer would be computed to the end: the script turns splicing off.
 
 NOTE: HAProxy adds no X-Forwarded-For. Behind it every client looks like 127.0.0.1, so "answers on loopback only" can
 be decided from the address Baton listens on, never from the address of the peer.
@@ -42,7 +42,7 @@ if "-f" in sys.argv:
     text = re.sub(r"(?m)^defaults.*$", r"\g<0>\n    timeout http-request HEADER_TIMEOUT_Ss", text)
     rule = "http-request del-header x-request-id if { req.fhdr(x-request-id),length gt 128 }"
     text = re.sub(r"(?m)^frontend .*$", r"\g<0>\n    " + rule, text)
-    text = re.sub(r"(?m)^global.*$", r"\g<0>\n    #nosplice", text)
+    text = re.sub(r"(?m)^global.*$", r"\g<0>\n    nosplice", text)
     with open(path + ".own", "w") as file:
         file.write(text)
     os.replace(path + ".own", path)

@@ -500,7 +500,7 @@ def check_leaving_what_does_not_stream(api: Api, body: dict[str, Any]) -> None:
     for _ in range(5):
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(api.url + CHAT, json=body, timeout=0.5)
-    wait_until(lambda: _num_held(api) == 0, 15.0, "the blocks of clients that left to be free")
+    wait_until(lambda: _num_held(api) == 0, 5.0, "the blocks of clients that left to be free")
     api.chat("hi", max_tokens=10)
 
 

@@ -248,7 +248,10 @@ def test_headers_that_dribble_in_are_cut_off(tmp_path: Path, monkeypatch: pytest
 def test_a_client_that_leaves_before_its_answer_is_seen_at_the_replica(tmp_path: Path) -> None:
     """The body arrives after the headers, as HTTP clients send it: the second part is what HAProxy would splice."""
     script = haproxy.write_script(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(("127.0.0.1", 0)) as replica:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_server(("127.0.0.1", 0)) as replica,
+    ):
         replica.settimeout(30.0)
         (tmp_path / "haproxy.cfg").write_text(
             "global\n  nbthread 2\n"
@@ -262,9 +265,11 @@ def test_a_client_that_leaves_before_its_answer_is_seen_at_the_replica(tmp_path:
         try:
             for _ in range(8):  # without the remedy, one in several is seen all the same
                 with socket.create_connection(listener.getsockname(), timeout=30.0) as client:
-                    client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 200\r\n\r\n")
+                    client.sendall(
+                        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 200\r\n\r\n"
+                    )
                     forwarded, _ = replica.accept()
-                    forwarded.settimeout(3.0)
+                    forwarded.settimeout(30.0)
                     received = b""
                     while not received.endswith(b"\r\n\r\n"):
                         received += forwarded.recv(1 << 16)
@@ -272,7 +277,8 @@ def test_a_client_that_leaves_before_its_answer_is_seen_at_the_replica(tmp_path:
                     while not received.endswith(b"\n" + b"x" * 200):
                         received += forwarded.recv(1 << 16)
                 with forwarded:
-                    assert forwarded.recv(1) == b"", "expected the replica's connection to be closed"
+                    readable, _, _ = select.select([forwarded], [], [], 10.0)
+                assert readable, "expected HAProxy to leave the replica as its client did"
         finally:
             proxy.kill()
             proxy.wait()
