@@ -23,6 +23,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 from contracts.config import EngineConfig
 from contracts.errors import BatonError, OverloadedError
@@ -34,6 +35,9 @@ from engine.sequence import EndRules, Sequence
 from prefill.pace import ChunkPace
 from worker.phases import KvSink
 
+MAX_PASSED = 64
+"""Waiting prompts that are looked at for short ones in each step."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
@@ -43,7 +47,8 @@ class _Job:
 
 
 class PrefillPhase:
-    """First come, first served; several short prompts share a step, a long one is computed in chunks.
+    """First come, first served, in chunks; up to half of each step is for short prompts that came later, so that they
+    wait one step behind long ones, and the long ones take at most twice as long for it.
 
     A step takes about `max_prefill_step_s` at the speed measured last, and `max_chunk_tokens` at most. All methods on
     the engine thread. `adopt` takes over local sequences with their first token drawn and emitted.
@@ -138,17 +143,20 @@ class PrefillPhase:
         return bool(self.waiting or self.running or self.in_handoff)
 
     def propose(self, budget: Budget) -> list[Work]:
-        """Chunks in order of arrival until the step's share is used up; fewer beside running decodes."""
+        """Short prompts, then chunks in order of arrival, until the step's share is used up; fewer beside decodes."""
         left = share = min(self._share(budget), budget.num_tokens)
         works: list[Work] = []
-        for job in self.running.values():
+        left -= self._propose_short(share // 2, works)
+        taken = {work.seq.request_id for work in works}
+        for job in list(self.running.values()):
             if left == 0:
                 break
-            left -= self._propose(job, left, works)
+            if job.seq.request_id not in taken:
+                left -= self._propose(job, left, works)
         while left > 0 and self.waiting:
             job = next(iter(self.waiting.values()))
             if not self._try_start(job):
-                break  # nobody overtakes: a long prompt would starve behind short ones
+                break  # nobody takes the blocks that it waits for: a long prompt would starve behind short ones
             left -= self._propose(job, left, works)
         budget.num_tokens -= share - left
         self._pure_since_s = None if budget.num_decodes else self._clock()
@@ -188,6 +196,22 @@ class PrefillPhase:
             if fits is not None:
                 return fits
         return min(share, self._config.chunk_with_decodes)
+
+    def _propose_short(self, limit: int, works: list[Work]) -> int:
+        """Whole prompts of `limit` tokens together, in order of arrival, and those of them alone that take no block
+        which a prompt that they pass will need. Returns the tokens proposed."""
+        left, num_promised = limit, 0
+        for job in list(self.running.values()):
+            if job.seq.num_uncomputed <= left:
+                left -= self._propose(job, left, works)
+        for job in list(islice(self.waiting.values(), MAX_PASSED)):
+            need = -(-(job.seq.num_tokens + 1) // self._pool.block_size)
+            may_pass = num_promised + need <= self._pool.num_available
+            if job.seq.num_tokens <= left and may_pass and self._try_start(job):
+                left -= self._propose(job, left, works)
+            else:
+                num_promised += need
+        return limit - left
 
     def _propose(self, job: _Job, left: int, works: list[Work]) -> int:
         num_tokens = min(job.seq.num_uncomputed, left)

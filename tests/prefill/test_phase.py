@@ -40,6 +40,36 @@ def test_short_prompts_share_a_step_and_a_long_one_takes_several() -> None:
     assert chunks(worker) == [[4, 5, 1], [10], [10], [2]]
 
 
+def test_a_short_prompt_waits_one_step_behind_long_ones_which_keep_half_of_it() -> None:
+    worker = TinyWorker(num_blocks=64, config=EngineConfig(max_chunk_tokens=10))
+    first, second, short = (make_request(n, sampling=LONG) for n in (30, 25, 4))
+    worker.start_remote(first, FakeSink())
+    worker.step()
+    for request in (second, short):
+        worker.start_remote(request, FakeSink())
+    worker.step()
+    assert chunks(worker) == [[10], [4, 6]]
+    assert len(worker.outputs(short.request_id)) == 1
+    worker.run()
+    assert chunks(worker)[2:] == [[10], [4, 6], [10], [9]]  # and order of arrival among the long ones
+    for request in (first, second):
+        assert worker.outputs(request.request_id) == oracle(request)[0][:1]
+
+
+def test_a_short_prompt_takes_no_block_that_one_before_it_waits_for() -> None:
+    worker = TinyWorker(num_blocks=9, config=EngineConfig(max_chunk_tokens=8))
+    running, long, short = (make_request(n, sampling=LONG) for n in (15, 14, 3))
+    for request in (running, long, short):
+        worker.start_remote(request, FakeSink())
+    worker.run()
+    assert [len(worker.outputs(each.request_id)) for each in (running, long, short)] == [1, 1, 1]
+    tight = TinyWorker(num_blocks=8, config=EngineConfig(max_chunk_tokens=8))
+    for request in (running, long, short):
+        tight.start_remote(request, FakeSink())
+    tight.run()
+    assert [len(tight.outputs(each.request_id)) for each in (running, long, short)] == [1, 1, 0]
+
+
 def test_chunks_are_smaller_beside_running_decodes() -> None:
     worker = TinyWorker(config=EngineConfig(max_chunk_tokens=10, chunk_with_decodes=3))
     worker.start_local(make_request(4, sampling=LONG))
