@@ -22,11 +22,13 @@ for name, value in _RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
+# Kernels are interpreted on CPU tensors if this is set when Triton is first imported: by a test, or by a further conftest
+# that pytest reads before it collects. Processes that tests start do without.
+os.environ["TRITON_INTERPRET"] = "1"
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Kernels are interpreted on CPU tensors if this is set when their modules are imported, by the tests of them.
-    Processes that tests start do without."""
-    os.environ["TRITON_INTERPRET"] = "1"
     try:
         return (yield)
     finally:
