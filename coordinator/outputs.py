@@ -88,7 +88,7 @@ class OutputText:
         self._stop_ids = frozenset(sampling.stop_token_ids)
         # A token that ends the output is counted and listed but is not text.
         self._silent_ids = frozenset() if params.include_stop_str_in_output else self._stop_ids
-        if not sampling.ignore_eos:
+        if sampling.grammar or not sampling.ignore_eos:  # with a grammar EOS always ends
             self._silent_ids |= text.eos_ids
         self._min_tokens = sampling.min_tokens
         self._echo = plan.prompt.echo_text

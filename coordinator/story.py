@@ -76,6 +76,8 @@ class Story:
         num_known = len(self._known)
         if num_known == len(self._request.output_ids):
             return None
+        if sampling.grammar and self._known[-1] in self._eos_ids:
+            return self.finished(Finished("stop"))
         if num_known > sampling.min_tokens:
             if self._known[-1] in sampling.stop_token_ids:
                 return self.finished(Finished("stop", stop_token_id=self._known[-1]))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from contracts.request import PromptLogprob, Token
+from contracts.request import Finished, PromptLogprob, Token
 from engine.text.grammar import Grammars
 from tests.coordinator.fake_backend import EOS, reply
 from tests.coordinator.http_tools import MODEL, TEXT, Service, error_of, events, joined, service
@@ -71,6 +71,16 @@ async def test_completions_have_structure_too() -> None:
     async with service() as s:
         assert (await s.complete(structured_outputs={"choice": ["a"]})).status_code == 200
         assert obeys(s.backend.requests[-1].sampling.grammar, "a")
+
+
+async def test_the_eos_that_ends_a_grammar_is_no_text_even_if_eos_is_ignored() -> None:
+    async with service(lambda _: [ord("a"), EOS, Finished("stop")]) as s:
+        fields = {"ignore_eos": True, "skip_special_tokens": False}
+        response = await s.complete(structured_outputs={"choice": ["a"]}, **fields)
+        assert response.json()["choices"][0]["text"] == "a"
+        assert response.json()["usage"]["completion_tokens"] == 2
+        response = await s.complete(**fields)
+        assert response.json()["choices"][0]["text"] == "a" + TEXT.token_text(EOS)
 
 
 HOSTILE: list[dict[str, Any]] = [

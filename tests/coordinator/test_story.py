@@ -50,6 +50,10 @@ def test_each_attempt_has_its_own_id_and_all_tokens_sent() -> None:
         ({"min_tokens": 1}, (5, STOP), Finished("stop", stop_token_id=STOP)),
         ({"min_tokens": 2}, (5, EOS), None),
         ({"min_tokens": 4}, (5, 5, 5, EOS), Finished("length")),
+        ({"grammar": "g", "ignore_eos": True}, (5, EOS), Finished("stop")),
+        ({"grammar": "g", "min_tokens": 3}, (5, EOS), Finished("stop")),
+        ({"grammar": "g", "stop_token_ids": (EOS,)}, (5, EOS), Finished("stop")),
+        ({"grammar": "g", "ignore_eos": True}, (5, 5), None),
     ],
 )
 def test_the_end_that_a_lost_worker_did_not_tell_is_the_one_it_would_have_told(
