@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+from contracts.blocks import block_hashes
 from contracts.config import BatonConfig, load_config
 from contracts.request import GenerateRequest, SamplingParams
 from contracts.steps import StepReport
@@ -90,6 +92,32 @@ def test_another_salt_finds_no_prefix() -> None:
     p = predictor()
     p.answered(request(960), ["d1"])
     assert p.place(request(salt="other"), 0.0, [P1], [D1]) == Placement("d1", "p1")
+
+
+def test_a_prompt_that_is_computed_whole_finds_no_prefix_and_lets_none_be_forgotten() -> None:
+    p = predictor()
+    p.answered(request(960), ["d1"])
+    judged = replace(request(), sampling=SamplingParams(max_tokens=64, num_prompt_logprobs=0))
+    assert p.place(judged, 0.0, [P1], [D1]) == Placement("d1", "p1")
+    p.granted(judged, "d1", num_cached=0)
+    assert p.place(request(), 0.0, [P1], [D1]) == Placement("d1", None)
+
+
+def test_a_prompt_is_hashed_once_per_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def counted(token_ids: Sequence[int], *rest: object) -> list[bytes]:
+        hashed.append(len(token_ids))
+        return block_hashes(token_ids, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("coordinator.predict.block_hashes", counted)
+    p = predictor()
+    for attempt in (request(name="r.1"), replace(request(name="r.2"), output_ids=(1, 2))):
+        for _ in range(3):
+            p.place(attempt, 0.0, [P1], [D1])
+        p.granted(attempt, "d1", num_cached=0)
+        p.answered(attempt, ["d1"])
+    assert hashed == [len(PROMPT), len(PROMPT) + 2]
 
 
 def test_a_worker_that_is_gone_holds_nothing() -> None:
