@@ -128,9 +128,8 @@ class Coordinator:
         app = make_app(
             config, text, ClusterBackend(config, fleet, flow), metrics, _sees_clients(), self._drain
         )
-        app.state.ids_are_told_outside = (
-            True  # Serve adds x-request-id to every answer; a second one would be joined to it
-        )
+        # Serve adds x-request-id to every answer; a second one would be joined to it.
+        app.state.ids_are_told_outside = True
         app.router.lifespan_context = partial(_lifespan, fleet, list(pools.values()), self._drain)
         return app
 

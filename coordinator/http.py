@@ -176,7 +176,9 @@ class Edge:
         tools = read_tools(body)
         shape = chat_shape(body, params, tools, self._text)
         limit = self._backend.capacity().max_total_tokens
-        size = sum(len(message["content"]) for message in messages) + len(str(tools or ""))
+        size = sum(len(message["content"]) for message in messages)
+        if tools is not None:  # seldom short, and to measure them takes as long as to render them
+            size += _MAX_INLINE_BYTES + 1
         prompt = await off_loop(size, lambda: chat_prompt(self._text, messages, params, limit, tools))
         await check_grammar(shape, self._grammars)
         shape = replace(behind_prompt(shape, prompt.tail), mirror=repeated or {})
