@@ -17,7 +17,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
@@ -43,8 +43,11 @@ from coordinator.gateway.guards import GuardedRequest, Guards
 from coordinator.gateway.jobs import Jobs
 from coordinator.gateway.keys import Keys
 from coordinator.gateway.limits import Quotas
-from coordinator.gateway.usage import Ledger, Usage, UsageKey
+from coordinator.gateway.records import Usage, UsageKey
 from coordinator.metrics import Metrics
+
+if TYPE_CHECKING:
+    from coordinator.gateway.usage import Ledger
 
 REQUEST_ID = "baton.request_id"
 
@@ -154,12 +157,15 @@ class Gateway:
         self.ledger.add(UsageKey(caller.tenant, caller.key_id, self.model, label), usage)
 
     def _open_ledger(self, folder: Path) -> Ledger | None:
+        """NOTE: the import is here, not above: it brings SQLAlchemy, which a server without a ledger need not load."""
         url = self.settings.usage_url
         if url is None:
             if self.keys is None:
                 return None
             folder.mkdir(parents=True, exist_ok=True)
             url = f"sqlite:///{folder / 'usage.db'}"
+        from coordinator.gateway.usage import Ledger
+
         return Ledger(url, self.settings.usage_flush_s, self.metrics.usage_unwritten)
 
 

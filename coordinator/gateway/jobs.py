@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
@@ -26,10 +26,13 @@ from coordinator.errors_http import json_response
 from coordinator.gateway.context import CALLER, Caller
 from coordinator.gateway.gate import Gate
 from coordinator.gateway.lines import LineRules
-from coordinator.gateway.records import COMPLETION_WINDOW_S, BatchRecord, FileRecord
+from coordinator.gateway.records import COMPLETION_WINDOW_S, BatchRecord, FileRecord, new_id
 from coordinator.gateway.runner import Runner
-from coordinator.gateway.store import JobStore, new_batch_id
+from coordinator.gateway.threads import Threads
 from coordinator.metrics import Metrics
+
+if TYPE_CHECKING:
+    from coordinator.gateway.store import JobStore
 
 _ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 _BODY_TIMEOUT_S = 60.0
@@ -52,9 +55,9 @@ class Jobs:
         self._gate = gate
         self._drain = drain
         self._metrics = metrics
-        self._store: JobStore | None = None
+        self._threads = Threads("jobs")
+        self._opening: asyncio.Task[JobStore] | None = None
         self._runner: Runner | None = None
-        self._opening = asyncio.Lock()
 
     def routes(self) -> list[Route]:
         return [
@@ -75,10 +78,14 @@ class Jobs:
             await self._open(app)
 
     async def close(self) -> None:
+        """Returns when nothing is written any more, also by requests that were cancelled."""
+        opened = await asyncio.gather(*([self._opening] if self._opening else []), return_exceptions=True)
         if self._runner is not None:
             await self._runner.close()
-        if self._store is not None:
-            self._store.close()
+        await self._threads.close()
+        for store in opened:
+            if not isinstance(store, BaseException):
+                store.close()
 
     async def upload(self, request: Request) -> Response:
         _check_origin(request, self._config.gateway.cors_origins)
@@ -97,7 +104,7 @@ class Jobs:
                         f"file: expected at most {settings.max_file_bytes} bytes", param="file"
                     )
                 name, source = _clean(file.filename), file.file
-                record = await asyncio.to_thread(
+                record = await self._threads.run(
                     store.add_file, _tenant(request), name, source, settings.max_files_bytes
                 )
         except TimeoutError as error:
@@ -107,14 +114,14 @@ class Jobs:
     async def list_files(self, request: Request) -> Response:
         store = await self._ready(request)
         limit, after = _page(request)
-        return _listed(await asyncio.to_thread(store.files, _tenant(request), limit, after), limit)
+        return _listed(await self._threads.run(store.files, _tenant(request), limit, after), limit)
 
     async def show_file(self, request: Request) -> Response:
         return json_response((await self._file(request)).as_json())
 
     async def delete_file(self, request: Request) -> Response:
         store, file_id = await self._ready(request), request.path_params["file_id"]
-        await asyncio.to_thread(store.delete_file, _tenant(request), file_id)
+        await self._threads.run(store.delete_file, _tenant(request), file_id)
         return json_response({"id": file_id, "object": "file", "deleted": True})
 
     async def content(self, request: Request) -> Response:
@@ -128,12 +135,12 @@ class Jobs:
         store, caller = await self._ready(request), cast(Caller, request.scope[CALLER])
         body = await read_json(request, self._config.server.max_body_bytes, _BODY_TIMEOUT_S)
         _check_batch(body)
-        source = await asyncio.to_thread(store.file, caller.tenant, body["input_file_id"])
+        source = await self._threads.run(store.file, caller.tenant, body["input_file_id"])
         if source.purpose != "batch":
             raise RequestError("input_file_id: expected a file of purpose 'batch'", param="input_file_id")
         now = int(time.time())
         batch = BatchRecord(
-            id=new_batch_id(),
+            id=new_id("batch_"),
             tenant=caller.tenant,
             key_id=caller.key_id,
             endpoint=body["endpoint"],
@@ -143,26 +150,26 @@ class Jobs:
             created_at=now,
             expires_at=now + COMPLETION_WINDOW_S,
         )
-        await asyncio.to_thread(store.add_batch, batch)
+        await self._threads.run(store.add_batch, batch)
         self._wake()
         return json_response(batch.as_json())
 
     async def list_batches(self, request: Request) -> Response:
         store = await self._ready(request)
         limit, after = _page(request)
-        return _listed(await asyncio.to_thread(store.batches, _tenant(request), limit, after), limit)
+        return _listed(await self._threads.run(store.batches, _tenant(request), limit, after), limit)
 
     async def show_batch(self, request: Request) -> Response:
         store = await self._ready(request)
-        found = await asyncio.to_thread(store.batch, _tenant(request), request.path_params["batch_id"])
+        found = await self._threads.run(store.batch, _tenant(request), request.path_params["batch_id"])
         return json_response(found.as_json())
 
     async def cancel_batch(self, request: Request) -> Response:
         """A batch that is over, or being written out, is answered with 400."""
         store, batch_id = await self._ready(request), request.path_params["batch_id"]
-        batch = await asyncio.to_thread(store.batch, _tenant(request), batch_id)
-        is_moved = await asyncio.to_thread(store.move, batch.id, ["validating", "in_progress"], "cancelling")
-        batch = await asyncio.to_thread(store.batch, batch.tenant, batch.id)
+        batch = await self._threads.run(store.batch, _tenant(request), batch_id)
+        is_moved = await self._threads.run(store.move, batch.id, ["validating", "in_progress"], "cancelling")
+        batch = await self._threads.run(store.batch, batch.tenant, batch.id)
         if not is_moved and batch.status not in ("cancelling", "cancelled"):
             raise RequestError(f"expected a batch that is not over but this one is {batch.status}")
         if self._runner is not None:
@@ -171,24 +178,35 @@ class Jobs:
 
     async def _file(self, request: Request) -> FileRecord:
         store = await self._ready(request)
-        return await asyncio.to_thread(store.file, _tenant(request), request.path_params["file_id"])
+        return await self._threads.run(store.file, _tenant(request), request.path_params["file_id"])
 
     async def _ready(self, request: Request) -> JobStore:
         return await self._open(request.app)
 
     async def _open(self, app: ASGIApp) -> JobStore:
-        async with self._opening:
-            if self._store is None:
-                self._store = await asyncio.to_thread(JobStore, self._folder)
-                gateway, server = self._config.gateway, self._config.server
-                rules = LineRules("", gateway.batch_max_requests, server.max_body_bytes)
-                self._runner = Runner(app, self._store, self._gate, rules, self._drain, self._metrics)
-                self._runner.wake()
-        return self._store
+        """The store, opened once, whatever becomes of the request that needed it first."""
+        if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
+            self._opening = asyncio.create_task(self._start(app), name="open-jobs")
+        return await asyncio.shield(self._opening)
+
+    async def _start(self, app: ASGIApp) -> JobStore:
+        store = await self._threads.run(_open_store, self._folder)
+        gateway, server = self._config.gateway, self._config.server
+        rules = LineRules("", gateway.batch_max_requests, server.max_body_bytes)
+        self._runner = Runner(app, store, self._threads, self._gate, rules, self._drain, self._metrics)
+        self._runner.wake()
+        return store
 
     def _wake(self) -> None:
         if self._runner is not None:
             self._runner.wake()
+
+
+def _open_store(folder: Path) -> JobStore:
+    """NOTE: the import is here, not above: it brings SQLAlchemy, which a server without batches need not load."""
+    from coordinator.gateway.store import JobStore
+
+    return JobStore(folder)
 
 
 def _tenant(request: Request) -> str:

@@ -1,4 +1,5 @@
-"""Files and batches as they are kept and as clients see them.
+"""Files, batches and sums of usage as they are kept, files and batches also as clients see them. No database here:
+whoever only names these must not load one.
 
 batch:  validating ─┬─► in_progress ─► finalizing ─► completed │ expired
                     │        └──► cancelling ─► cancelled
@@ -8,7 +9,8 @@ batch:  validating ─┬─► in_progress ─► finalizing ─► completed �
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, fields
 from typing import Any
 
 COMPLETION_WINDOW_S = 86_400
@@ -102,3 +104,33 @@ class LineResult:
     number: int
     is_error: bool
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class UsageKey:
+    """Whose sum. `endpoint` is a path, with ` (batch)` behind it for lines of a batch."""
+
+    tenant: str
+    key_id: str
+    model: str
+    endpoint: str
+
+
+@dataclass(slots=True)
+class Usage:
+    """A sum. `failed`: a status of 400 and above; `replayed`: answered from memory, without tokens."""
+
+    requests: int = 0
+    failed: int = 0
+    replayed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+    def add(self, other: Usage) -> None:
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}{secrets.token_hex(12)}"

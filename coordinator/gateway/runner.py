@@ -18,7 +18,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Scope
 
@@ -27,8 +27,11 @@ from coordinator.gateway.context import CALLER, Caller
 from coordinator.gateway.gate import Gate
 from coordinator.gateway.lines import Line, LineRules, check_lines, read_lines, result_text
 from coordinator.gateway.records import BatchRecord, LineResult
-from coordinator.gateway.store import JobStore
+from coordinator.gateway.threads import Threads
 from coordinator.metrics import Metrics
+
+if TYPE_CHECKING:
+    from coordinator.gateway.store import JobStore
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +48,18 @@ class Runner:
     """Started by the first `wake`; `close` leaves every batch where it is."""
 
     def __init__(
-        self, app: ASGIApp, store: JobStore, gate: Gate, rules: LineRules, drain: Drain, metrics: Metrics
+        self,
+        app: ASGIApp,
+        store: JobStore,
+        threads: Threads,
+        gate: Gate,
+        rules: LineRules,
+        drain: Drain,
+        metrics: Metrics,
     ) -> None:
         self._app = app
         self._store = store
+        self._threads = threads
         self._gate = gate
         self._rules = rules
         self._drain = drain
@@ -88,9 +99,9 @@ class Runner:
                     await self._news.wait()
 
     async def _start_what_can(self) -> None:
-        if self._drain.is_draining or not await asyncio.to_thread(self._store.try_own):
+        if self._drain.is_draining or not await self._threads.run(self._store.try_own):
             return
-        for batch in await asyncio.to_thread(self._store.unfinished):
+        for batch in await self._threads.run(self._store.unfinished):
             if batch.status == "cancelling" and batch.id in self._cancelled:
                 self._cancelled[batch.id].set()  # asked for at another replica
             if batch.tenant not in self._running:
@@ -108,7 +119,7 @@ class Runner:
         ):  # somebody has tidied up the folder; it must not hold up the tenant's others
             errors = json.dumps([{"code": "file_missing", "message": "the input file is gone"}])
             states = ["validating", "in_progress"]
-            is_whole = await asyncio.to_thread(self._store.move, batch.id, states, "failed", errors=errors)
+            is_whole = await self._threads.run(self._store.move, batch.id, states, "failed", errors=errors)
         except Exception:  # the task's outer edge; the batch is tried again at the next look
             logger.exception("batch %s stopped", batch.id)
         finally:
@@ -121,38 +132,38 @@ class Runner:
         store, path = self._store, self._store.path_of(batch.input_file_id)
         rules = LineRules(batch.endpoint, self._rules.max_lines, self._rules.max_line_bytes)
         if batch.status == "validating":
-            num_lines, errors = await asyncio.to_thread(check_lines, path, rules)
+            num_lines, errors = await self._threads.run(check_lines, path, rules)
             if errors:
-                await asyncio.to_thread(
+                await self._threads.run(
                     store.move, batch.id, ["validating"], "failed", errors=json.dumps(errors)
                 )
             else:
-                await asyncio.to_thread(
+                await self._threads.run(
                     store.move, batch.id, ["validating"], "in_progress", num_total=num_lines
                 )
-            batch = await asyncio.to_thread(store.batch, None, batch.id)
+            batch = await self._threads.run(store.batch, None, batch.id)
         if batch.status == "in_progress":
             if not await self._run_lines(batch, rules):
                 return
-            await asyncio.to_thread(store.move, batch.id, ["in_progress"], "finalizing")
-            batch = await asyncio.to_thread(store.batch, None, batch.id)
+            await self._threads.run(store.move, batch.id, ["in_progress"], "finalizing")
+            batch = await self._threads.run(store.batch, None, batch.id)
         if batch.status == "finalizing":
             is_late = batch.num_completed + batch.num_failed < batch.num_total
             if is_late:
-                await asyncio.to_thread(self._expire_rest, batch, rules)
-            await asyncio.to_thread(store.finish, batch, "expired" if is_late else "completed")
+                await self._threads.run(self._expire_rest, batch, rules)
+            await self._threads.run(store.finish, batch, "expired" if is_late else "completed")
         elif batch.status == "cancelling":
-            await asyncio.to_thread(store.finish, batch, "cancelled")
+            await self._threads.run(store.finish, batch, "cancelled")
 
     async def _run_lines(self, batch: BatchRecord, rules: LineRules) -> bool:
         """All lines without a result. True when there is none left, or no time, or the batch was cancelled."""
-        done = await asyncio.to_thread(self._store.done_lines, batch.id)
+        done = await self._threads.run(self._store.done_lines, batch.id)
         lines = read_lines(self._store.path_of(batch.input_file_id), rules)
         cancelled = self._cancelled[batch.id]
         tasks: set[asyncio.Task[None]] = set()
         stop = asyncio.create_task(cancelled.wait())
         try:
-            while some := await asyncio.to_thread(_some, lines):
+            while some := await self._threads.run(_some, lines):
                 for line in some:
                     if line.number in done:
                         continue
@@ -209,7 +220,7 @@ class Runner:
         response = {"status_code": status, "request_id": line_id, "body": json.loads(body)}
         is_error = status >= 400
         result = LineResult(line.number, is_error, result_text(line_id, line.custom_id, response))
-        now = await asyncio.to_thread(self._store.add_result, batch.id, result)
+        now = await self._threads.run(self._store.add_result, batch.id, result)
         self._metrics.batch_line("failed" if is_error else "completed")
         if now == "cancelling":
             self._cancelled[batch.id].set()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -40,7 +39,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import OperationalError
 
 from contracts.errors import NotFoundError, PayloadTooLarge, RequestError
-from coordinator.gateway.records import UNFINISHED, BatchRecord, FileRecord, LineResult
+from coordinator.gateway.records import UNFINISHED, BatchRecord, FileRecord, LineResult, new_id
 
 _METADATA = MetaData()
 FILES = Table(
@@ -127,7 +126,7 @@ class JobStore:
 
     def add_file(self, tenant: str, filename: str, source: BinaryIO, max_total: int) -> FileRecord:
         """Keep an upload. Raises PayloadTooLarge if the tenant has no room for it."""
-        record = FileRecord(_new_id("file-"), tenant, filename[:255], "batch", 0, int(time.time()))
+        record = FileRecord(new_id("file-"), tenant, filename[:255], "batch", 0, int(time.time()))
         fresh = self._files / f"{record.id}.new"
         try:
             with fresh.open("wb") as out:
@@ -231,23 +230,18 @@ class JobStore:
 
     def finish(self, batch: BatchRecord, status: str) -> None:
         """Write the output and error files and end the batch as `status`. Again after a crash, it does the same."""
-        files = [
-            record
-            for is_error in (False, True)
-            if (record := self._write_output(batch, is_error)) is not None
-        ]
-        ids = {"batch_output": None, "batch_error": None} | {file.purpose: file.id for file in files}
+        output, errors = (self._write_output(batch, is_error) for is_error in (False, True))
         with self._engine.begin() as connection:
-            for file in files:
-                public = replace(file, purpose="batch_output")
-                connection.execute(insert(FILES).values(**asdict(public)))
+            for file in (output, errors):
+                if file is not None:
+                    connection.execute(insert(FILES).values(**asdict(file)))
             connection.execute(
                 update(BATCHES)
                 .where(BATCHES.c.id == batch.id)
                 .values(
                     **{"status": status, f"{status}_at": int(time.time())},
-                    output_file_id=ids["batch_output"],
-                    error_file_id=ids["batch_error"],
+                    output_file_id=None if output is None else output.id,
+                    error_file_id=None if errors is None else errors.id,
                 )
             )
             connection.execute(delete(RESULTS).where(RESULTS.c.batch_id == batch.id))
@@ -256,7 +250,7 @@ class JobStore:
         """One of the two files, in the order of the input; None if it would be empty."""
         kind = "error" if is_error else "output"
         record = FileRecord(
-            _new_id("file-"), batch.tenant, f"{batch.id}_{kind}.jsonl", f"batch_{kind}", 0, int(time.time())
+            new_id("file-"), batch.tenant, f"{batch.id}_{kind}.jsonl", "batch_output", 0, int(time.time())
         )
         fresh = self._files / f"{record.id}.new"
         num_lines = 0
@@ -288,14 +282,6 @@ class JobStore:
         with self._engine.connect() as connection:
             rows = connection.execute(query).mappings()
             return [{name: value for name, value in row.items() if name != "seq"} for row in rows]
-
-
-def new_batch_id() -> str:
-    return _new_id("batch_")
-
-
-def _new_id(prefix: str) -> str:
-    return f"{prefix}{secrets.token_hex(12)}"
 
 
 def _prepare(connection: Any, _record: Any) -> None:

@@ -20,7 +20,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
@@ -39,6 +38,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import SQLAlchemyError
 
 from contracts.errors import ConfigError
+from coordinator.gateway.records import Usage, UsageKey
 
 logger = logging.getLogger(__name__)
 
@@ -57,32 +57,6 @@ USAGE = Table(
     *(Column(name, BigInteger, nullable=False) for name in _COUNTS),
 )
 _PERIODS = {"hour": "%Y-%m-%dT%H:00Z", "day": "%Y-%m-%d", "all": "all"}
-
-
-@dataclass(frozen=True, slots=True)
-class UsageKey:
-    """Whose sum. `endpoint` is a path, with ` (batch)` behind it for lines of a batch."""
-
-    tenant: str
-    key_id: str
-    model: str
-    endpoint: str
-
-
-@dataclass(slots=True)
-class Usage:
-    """A sum. `failed`: a status of 400 and above; `replayed`: answered from memory, without tokens."""
-
-    requests: int = 0
-    failed: int = 0
-    replayed: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-
-    def add(self, other: Usage) -> None:
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
 def open_database(url: str) -> Engine:

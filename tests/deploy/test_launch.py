@@ -130,6 +130,11 @@ def test_starting_does_not_load_torch() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
+def test_the_coordinator_loads_no_database_until_one_is_asked_for() -> None:
+    code = "import sys, coordinator.app; sys.exit('sqlalchemy' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
 def test_a_model_that_is_not_there_ends_with_2_before_ray_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

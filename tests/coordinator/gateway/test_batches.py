@@ -207,8 +207,8 @@ async def test_a_batch_that_was_to_be_cancelled_is_cancelled_after_a_restart(tmp
     async with gateway_service(lambda _: [never], folder=tmp_path) as s:
         batch_id = await start(s, jsonl(line("a")))
         await s.backend.started.wait()
-        assert s.gateway.jobs._store is not None
-        s.gateway.jobs._store.move(batch_id, ["in_progress"], "cancelling")
+        assert s.gateway.jobs._opening is not None
+        s.gateway.jobs._opening.result().move(batch_id, ["in_progress"], "cancelling")
     async with gateway_service(folder=tmp_path) as s:
         assert (await ended(s, batch_id))["status"] == "cancelled"
         assert not s.backend.requests
@@ -375,8 +375,8 @@ async def test_only_one_process_runs_the_batches_of_a_folder(tmp_path: Path) -> 
         async with gateway_service(folder=tmp_path) as second:
             assert (await second.client.get(f"/v1/batches/{batch_id}")).json()["status"] == "in_progress"
             assert not second.backend.requests
-            assert second.gateway.jobs._store is not None
-            assert not second.gateway.jobs._store.try_own()
+            assert second.gateway.jobs._opening is not None
+            assert not second.gateway.jobs._opening.result().try_own()
 
 
 async def test_the_official_client_runs_a_batch(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 from sqlalchemy import create_engine
 
 from contracts.errors import ConfigError
-from coordinator.gateway.usage import Ledger, Usage, UsageKey, export, main, totals
+from coordinator.gateway.records import Usage, UsageKey
+from coordinator.gateway.usage import Ledger, export, main, totals
 
 ACME = UsageKey("acme", "k1", "m", "/v1/completions")
 GLOBEX = UsageKey("globex", "k2", "m", "/v1/completions")
