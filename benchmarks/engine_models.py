@@ -13,7 +13,6 @@ from dataclasses import replace
 import torch
 
 from engine.embedded import ensure_embedded_model
-from engine.model import Model
 from engine.quantization import BlockKind, quantize
 from engine.weights import Linear, LoadedModel, ModelWeights, load_model
 
@@ -34,10 +33,6 @@ def weight_bytes(weights: ModelWeights) -> int:
 def linears(model: LoadedModel) -> list[tuple[int, int]]:
     """(out, in) of every product of a layer, all layers."""
     return [_shape(matrix) for layer in model.weights.layers for matrix in layer.matrices]
-
-
-def make_model(mode: str, dtype: torch.dtype) -> Model:
-    return Model(load_mode(mode, dtype))
 
 
 def _rounded(weights: ModelWeights) -> ModelWeights:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks.engine_models import MODES, linears, load_mode, weight_bytes
-from benchmarks.result import Check, Result, Row, text_table
+from benchmarks.result import Check, Result, Row, conclude, text_table
 from contracts.errors import BatonError
 from engine.kv import KvSlab
 from engine.model import Model
@@ -235,9 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(text_table([[row[name] for name in HEADER] for row in rows], HEADER))
     for check in result.checks:
         print(check)
-    if arguments.json:
-        result.write(arguments.json)
-    return 0 if result.is_ok else 1
+    return conclude(result, arguments.json)
 
 
 if __name__ == "__main__":

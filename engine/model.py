@@ -138,9 +138,8 @@ class Model:
         kernels, eps = self._kernels, self.spec.norm_eps
         hidden = kernels.embed(plan.token_ids, self._weights.embedding) * self.spec.embedding_scale
         tables = [reference.rope_table(plan.positions, *rope) for rope in self._ropes]
-        added: Tensor | None = (
-            None  # what the last product adds to the stream, not added yet, and the norm behind it
-        )
+        # What the last product adds to the stream, not added yet, and the norm behind it.
+        added: Tensor | None = None
         post: Tensor | None = None
         for index, layer in enumerate(self._weights.layers):
             hidden, normed = kernels.add_norm(hidden, added, post, layer.attention_norm, eps, self.dtype)

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Literal
 
 import torch
-from gguf.constants import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
@@ -35,7 +35,8 @@ class BlockKind(Enum):
 
     @property
     def block_bytes(self) -> int:
-        return {BlockKind.Q8_0: 34, BlockKind.Q4_0: 18, BlockKind.Q4_1: 20}[self]
+        block_bytes: int = GGML_QUANT_SIZES[GGMLQuantizationType(self.value)][1]
+        return block_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

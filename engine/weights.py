@@ -167,10 +167,10 @@ def load_model(
     source, place = open_source(path), torch.device(device)
     _check_tensors(source)
     forms = Forms(source, quantization)
-    num_bytes = sum(forms.num_bytes(name, dtype) for name in expected_tensors(source.spec))
+    num_bytes = sum(forms.num_bytes(name, dtype) for name in forms.shapes)
     check_fit(source.spec, dtype, place, kv_bytes, available, num_bytes)
     fingerprint = fingerprint_files(source.files)
-    weights = _Filler(source, forms, dtype, place, progress or (lambda done, total: None)).fill()
+    weights = _Filler(source, forms, dtype, place, num_bytes, progress or (lambda done, total: None)).fill()
     return LoadedModel(source.spec, weights, fingerprint, dtype)
 
 
@@ -221,11 +221,11 @@ class Forms:
     def __init__(self, source: TensorSource, quantization: Quantization) -> None:
         self._source = source
         self._quantization = quantization
-        self._shapes = expected_tensors(source.spec)
+        self.shapes = expected_tensors(source.spec)
 
     def of(self, names: Sequence[str]) -> BlockKind | None:
         """The form of matrices that are kept as one."""
-        shape = self._shapes[names[0]]
+        shape = self.shapes[names[0]]
         if self._quantization == "none" or len(shape) != 2 or names[0].endswith(_ROUTER):
             return None
         stored = {self._source.block_kind(name) for name in names}
@@ -238,7 +238,7 @@ class Forms:
 
     def num_bytes(self, name: str, dtype: torch.dtype) -> int:
         """What the tensor takes in memory."""
-        shape = self._shapes[name]
+        shape = self.shapes[name]
         kind = self.of(fused_with(name))
         if kind is not None:
             return shape[0] * row_bytes(kind, shape[1])
@@ -254,6 +254,7 @@ class _Filler:
         forms: Forms,
         dtype: torch.dtype,
         device: torch.device,
+        num_bytes: int,
         progress: Progress,
     ) -> None:
         self._source = source
@@ -261,9 +262,9 @@ class _Filler:
         self._dtype = dtype
         self._device = device
         self._progress = progress
-        self._shapes = expected_tensors(source.spec)
+        self._shapes = forms.shapes
         self._done = 0
-        self._total = sum(forms.num_bytes(name, dtype) for name in self._shapes)
+        self._total = num_bytes
 
     def fill(self) -> ModelWeights:
         spec = self._source.spec

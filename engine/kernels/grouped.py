@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from contracts.errors import EngineError
+from engine.quantization import GROUP, BlockKind
 
-GROUP = 32
 _SCALE_BYTES = 2
 
 
@@ -51,18 +51,13 @@ class GroupedWeight:
         parts = (self.codes, self.scales, *(() if self.minima is None else (self.minima,)))
         return sum(part.numel() * part.element_size() for part in parts)
 
-    def to(self, device: torch.device | str) -> GroupedWeight:
-        minima = None if self.minima is None else self.minima.to(device)
-        return GroupedWeight(self.bits, self.codes.to(device), self.scales.to(device), minima)
-
 
 def from_gguf(blocks: Tensor, kind: str) -> GroupedWeight:
     """blocks uint8 [out, bytes] as in the file; kind Q4_0, Q4_1 or Q8_0. Raises EngineError for any other."""
-    if kind not in ("Q4_0", "Q4_1", "Q8_0"):
+    if kind not in BlockKind.__members__:
         raise EngineError(f"expected Q4_0, Q4_1 or Q8_0 but got {kind}")
     num_scales = 2 if kind == "Q4_1" else 1
-    num_code_bytes = GROUP if kind == "Q8_0" else GROUP // 2
-    parts = blocks.reshape(len(blocks), -1, num_scales * _SCALE_BYTES + num_code_bytes)
+    parts = blocks.reshape(len(blocks), -1, BlockKind[kind].block_bytes)
     halves = parts[..., : num_scales * _SCALE_BYTES].contiguous().view(torch.float16)
     codes = parts[..., num_scales * _SCALE_BYTES :].flatten(1)
     if kind == "Q8_0":

@@ -50,9 +50,11 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """hidden [T, width] float32 plus `added`, which is normed by `post` first if there is one; and the norm of the sum
     by `weight`, in `dtype`. The given `hidden` may be overwritten."""
-    if added is not None:
-        hidden = hidden + (added if post is None else rms_norm(added.float(), post, eps))
-    return hidden, rms_norm(hidden, weight, eps).to(dtype)
+    if added is None:
+        return hidden, rms_norm(hidden, weight, eps).to(dtype)
+    return add_rms_norm(
+        hidden, added if post is None else rms_norm(added.float(), post, eps), weight, eps, dtype
+    )
 
 
 def split_heads(
@@ -76,16 +78,19 @@ def turned_heads(
     qkv: Tensor, norms: tuple[Tensor | None, float], rotation: tuple[Tensor, Tensor], kv: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q [T, H, D] and k [T, K, D] float32, normed and rotated, and v [T, K, D]."""
-    num_kv_heads, head_dim = kv.shape[2], kv.shape[4]
-    heads = qkv.view(len(qkv), -1, head_dim)
-    num_rotated = heads.shape[1] - num_kv_heads
-    turning = heads[:, :num_rotated]
     weight, eps = norms
-    if weight is not None:
-        turning = head_norm(turning, weight, eps)
-    rotated = rope(turning, *rotation)
-    q, k = torch.split(rotated, [num_rotated - num_kv_heads, num_kv_heads], dim=1)
-    return q, k, heads[:, num_rotated:]
+    heads = qkv.view(len(qkv), -1, kv.shape[4])
+    return _turned(heads, rotation, kv.shape[2], None if weight is None else (weight, eps))
+
+
+def _turned(
+    heads: Tensor, rotation: tuple[Tensor, Tensor], num_kv_heads: int, norm: tuple[Tensor, float] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `turned_heads`, of heads [T, H + 2 * K, D]."""
+    turning, v = torch.split(heads, [heads.shape[1] - num_kv_heads, num_kv_heads], dim=1)
+    rotated = rope(turning if norm is None else head_norm(turning, *norm), *rotation)
+    q, k = torch.split(rotated, [rotated.shape[1] - num_kv_heads, num_kv_heads], dim=1)
+    return q, k, v
 
 
 def attend_decodes(
@@ -99,7 +104,7 @@ def attend_decodes(
 
 def gated(gate_up: Tensor, activation: Activation, dtype: torch.dtype) -> Tensor:
     """gate_up [T, 2 * inner] -> activation(first half) * second half, [T, inner]."""
-    return (geglu(gate_up) if activation == "gelu_tanh" else swiglu(gate_up)).to(dtype)
+    return geglu(gate_up, dtype) if activation == "gelu_tanh" else swiglu(gate_up, dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -178,10 +183,7 @@ def rope_write(
 
     `norm`: weight [H + K, D] float32 and eps of `head_norm`, for models that norm q and k.
     """
-    num_kv_heads = kv.shape[2]
-    turning, v = torch.split(heads, [heads.shape[1] - num_kv_heads, num_kv_heads], dim=1)
-    rotated = rope(turning if norm is None else head_norm(turning, *norm), *rotation)
-    q, k = torch.split(rotated, [rotated.shape[1] - num_kv_heads, num_kv_heads], dim=1)
+    q, k, v = _turned(heads, rotation, kv.shape[2], norm)
     write_kv(kv, k, v, *at, scales)
     return q.to(heads.dtype)
 

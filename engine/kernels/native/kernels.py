@@ -22,8 +22,6 @@ from engine.weights import Linear, has_native_bf16
 MIN_EXPANDED_ROWS = 32
 """Rows from which a bfloat16 product is worth expanding the weights."""
 
-write_kv = cpu.write_kv
-
 
 def pack(layer: Linear) -> None:
     """As cpu.pack; a quantized matrix is brought into the order of its kernel, and its blocks are dropped."""

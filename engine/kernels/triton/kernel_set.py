@@ -15,12 +15,12 @@ from engine.kernels.triton.decode_attention import paged_attention
 from engine.kernels.triton.gated import geglu, swiglu
 from engine.kernels.triton.norm import MAX_HIDDEN, add_rms_norm
 from engine.kernels.triton.prefill_attention import prefill_attention
-from engine.kernels.triton.rope_write import rope_write, write_kv
+from engine.kernels.triton.rope_write import rope_write
 from engine.spec import Activation, AttentionRule
 
 __all__ = [
     "add_norm", "attend_decodes", "embed", "gated", "linear", "logits", "pack", "paged_attention", "prefill_attention",
-    "split_heads", "write_kv",
+    "split_heads",
 ]  # fmt: skip
 
 

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from contracts.errors import EngineError
 
-FP8_MAX = 448.0
-"""Largest finite float8 e4m3."""
 NUM_PROCESSORS_WITHOUT_GPU = 8
 
 _hook: Callable[..., None] | None = None
