@@ -35,7 +35,7 @@ from benchmarks.kv_pair import (
     other_process,
     raise_failure,
 )
-from benchmarks.result import Check, Result, Row, text_table
+from benchmarks.result import Check, Result, Row, conclude, text_table
 from contracts.blocks import KvLayout
 from contracts.errors import BatonError
 from engine.embedded import ensure_embedded_model
@@ -220,9 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(text_table([[row[name] for name in HEADER] for row in rows], HEADER))
     for check in result.checks:
         print(check)
-    if arguments.json:
-        result.write(arguments.json)
-    return 0 if result.is_ok else 1
+    return conclude(result, arguments.json)
 
 
 if __name__ == "__main__":

@@ -129,11 +129,10 @@ class Worker:
         if event == "peers":
             self.peers = rest[0]
             return
-        key, value = ("", rest[0]) if event in ("started", "audit") else (rest[0], rest[1:])
-        kinds = ("granted", "full") if event in ("granted", "full") else (event,)
-        future = self._awaited.pop((kinds[0], key), None)
+        key, value = ("", *rest) if event in ("started", "audit") else rest
+        future = self._awaited.pop((event, key), None)
         if future is not None and not future.done():
-            future.set_result(value[0] if isinstance(value, list) and value else value)
+            future.set_result(value)
 
     def _lose(self) -> None:
         if self.is_lost:
@@ -172,7 +171,7 @@ class Soak:
         await self._look()
         await asyncio.gather(*(worker.end() for worker in self._workers.values()))
 
-    async def kill_all(self) -> None:
+    def kill_all(self) -> None:
         for worker in self._workers.values():
             worker.kill()
 
@@ -198,8 +197,8 @@ class Soak:
         handoff_id = f"h{next(self._numbers)}"
         tokens = self._prompt()
         target.tell("expect", handoff_id, tokens)
-        start = await target.expect("granted", handoff_id)
-        if not isinstance(start, int):
+        start: int | None = await target.expect("granted", handoff_id)
+        if start is None:
             await asyncio.sleep(0.02)
             return "full"
         ticket = Ticket(
@@ -332,7 +331,7 @@ async def measure(seconds: float, seed: int) -> Soak:
     try:
         await soak.run(seconds)
     finally:
-        await soak.kill_all()
+        soak.kill_all()
     return soak
 
 

@@ -1,6 +1,6 @@
 """One worker of `benchmarks/soak.py` in a process of its own: a block pool and a KV endpoint, without a model.
 
-    told: peers, expect, open, cancel, audit, end          tells: granted | full, arrived, sent, audit
+    told: peers, expect, open, cancel, audit, end          tells: granted (None: full), arrived, sent, audit
 
 What a model would compute is written by hand: the KV of a token is the token, in every element. So decode can see
 whether what arrived is what was asked for, to the last token.
@@ -88,7 +88,7 @@ class SoakWorker:
         num_tokens = len(token_ids)
         hold = self._pool.acquire(handoff_id, token_ids, num_tokens + 1, HoldState.RESERVED)
         if hold is None:
-            self._tell("full", handoff_id)
+            self._tell("granted", handoff_id, None)
             return
         request = self._requests[handoff_id] = _Request(hold, token_ids)
         request.lease = asyncio.get_running_loop().call_later(LEASE_S, self._expire, handoff_id)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from contracts.channel import Channel
 from contracts.errors import HandoffError
@@ -105,23 +106,25 @@ class SelfTest:
 
     def _pump(self) -> None:
         while self._credits and self._unsent and not self._is_stopped and not self._channel.is_closed:
-            staged = self._staging.tensor(self._credits[0])
-            slot = self._slots.try_take(self._pump_soon) if staged is None else None
-            if staged is None and slot is None:
-                return
-            self._send(self._credits.popleft(), self._unsent.popleft(), slot)
+            slot: int | None = None
+            buffer = self._staging.tensor(self._credits[0])
+            if buffer is None:
+                slot = self._slots.try_take(self._pump_soon)
+                if slot is None:
+                    return
+                buffer = self._slots.arena.tensors[slot]
+            self._send(buffer, slot, self._credits.popleft(), self._unsent.popleft())
         self._slots.pass_on()
 
-    def _send(self, credit: int, num_bytes: int, slot: int | None) -> None:
-        """Through the staging slot that goes with the credit, or through send slot `slot`."""
+    def _send(self, buffer: Tensor, slot: int | None, credit: int, num_bytes: int) -> None:
+        """Through `buffer`: the staging slot of this credit, or our `slot`, which the link then sends."""
         try:
-            content = self._staging.tensor(credit) if slot is None else self._slots.arena.tensors[slot]
-            assert content is not None
-            content[:num_bytes].copy_(self._pattern[:num_bytes])
-            wanted = checksum(content[:num_bytes])
+            content = buffer[:num_bytes]
+            content.copy_(self._pattern[:num_bytes])
+            wanted = checksum(content)
             if num_bytes <= ECHO_BYTES:
-                buffer = memoryview(bytearray(num_bytes))
-                self._echoes[credit] = (self._link.post_recv(credit, buffer), buffer, wanted)
+                echo = memoryview(bytearray(num_bytes))
+                self._echoes[credit] = (self._link.post_recv(credit, echo), echo, wanted)
             self._channel.send(Probe(credit, num_bytes, wanted))
             if slot is None:
                 return

@@ -214,7 +214,7 @@ class Sender:
             )  # fmt: skip
         self._route = Route(
             channel.send, link, Staging(link), self._is_summed, self._slots, self._pages_for(channel.peer), slot_bytes,
-            config.progress_timeout_s, lambda handoff_id: self._forget(handoff_id),
+            config.progress_timeout_s, self._forget,
         )  # fmt: skip
         test = SelfTest(config.probe_bytes, slot_bytes, channel, link, self._slots)
         numbers = itertools.count()
@@ -277,8 +277,10 @@ class Sender:
 
     def _judge(self, test: SelfTest) -> PeerStatus:
         """Ready; and what an operator should know about the path."""
-        speed, least = test.gigabytes_per_s, least_gigabytes_per_s(self._path_name)
-        is_slow = self._config.probe_bytes >= LEAST_JUDGED_BYTES and speed < least
+        speed = test.gigabytes_per_s
+        is_judged = self._config.probe_bytes >= LEAST_JUDGED_BYTES
+        least = least_gigabytes_per_s(self._path_name) if is_judged else 0.0
+        is_slow = speed < least
         notes = [f"{name} is not used: {why}" for name, why in self._failed.items()]
         if is_slow:
             notes.append(

@@ -37,7 +37,7 @@ _PREFIX = "baton-kv-"
 
 def is_available() -> bool:
     """Whether this system has what the transport needs (Linux has)."""
-    return all(hasattr(os, name) for name in ("memfd_create",)) and hasattr(fcntl, "F_ADD_SEALS")
+    return hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
 
 
 class Area:

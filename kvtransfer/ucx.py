@@ -11,7 +11,7 @@ Life of an Op: it is final when UCX has said so of both parts. `close` closes th
 request of it, and returns when the last one is final: from then on no buffer is touched. The peer's death closes the
 endpoint by itself; a peer that is merely stopped is the control connection's to notice.
 
-This is the only file that imports ucxx, and only when it is asked for.
+This is the only file of the package that imports ucxx, and only when it is asked for.
 """
 
 from __future__ import annotations

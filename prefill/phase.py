@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
+from contracts.blocks import num_blocks_for
 from contracts.config import EngineConfig
 from contracts.errors import BatonError, OverloadedError
 from contracts.messages import HandoffState
@@ -148,7 +149,7 @@ class PrefillPhase:
         works: list[Work] = []
         left -= self._propose_short(share // 2, works)
         taken = {work.seq.request_id for work in works}
-        for job in list(self.running.values()):
+        for job in self.running.values():
             if left == 0:
                 break
             if job.seq.request_id not in taken:
@@ -201,13 +202,15 @@ class PrefillPhase:
         """Whole prompts of `limit` tokens together, in order of arrival, and those of them alone that take no block
         which a prompt that they pass will need. Returns the tokens proposed."""
         left, num_promised = limit, 0
-        for job in list(self.running.values()):
+        for job in self.running.values():
             if job.seq.num_uncomputed <= left:
                 left -= self._propose(job, left, works)
         for job in list(islice(self.waiting.values(), MAX_PASSED)):
-            need = -(-(job.seq.num_tokens + 1) // self._pool.block_size)
-            may_pass = num_promised + need <= self._pool.num_available
-            if job.seq.num_tokens <= left and may_pass and self._try_start(job):
+            if left == 0:
+                break
+            need = num_blocks_for(job.seq.num_tokens + 1, self._pool.block_size)
+            is_short = job.seq.num_tokens <= left
+            if is_short and num_promised + need <= self._pool.num_available and self._try_start(job):
                 left -= self._propose(job, left, works)
             else:
                 num_promised += need

@@ -38,8 +38,8 @@ from contracts.messages import (
 from kvtransfer.pages import Pages, checksum
 from kvtransfer.shm import ShmTransport
 from kvtransfer.tcp import TcpTransport
-from kvtransfer.transport import TOKEN_BYTES, Link
-from tests.kvtransfer.peers import obey
+from kvtransfer.transport import Link
+from tests.kvtransfer.peers import CALM_S, obey
 from tests.kvtransfer.tools import (
     FINGERPRINT,
     HOST,
@@ -47,11 +47,13 @@ from tests.kvtransfer.tools import (
     SECRET,
     SLOT_TOKENS,
     STATE,
+    TOKEN,
     WAIT_S,
     RawSender,
     make_slab,
     make_ticket,
     raw_sender,
+    until,
 )
 
 NUM_TOKENS = 24
@@ -265,7 +267,6 @@ class Receiver:
         self._connected: asyncio.Future[tuple[Channel, Link]] = asyncio.get_running_loop().create_future()
         self._heard: list[Message] = []
         self._is_gone = asyncio.Event()
-        self._num_granted = 0
 
     async def start(self) -> int:
         self._address = f"{self._transport.name}={await self._transport.listen()}"
@@ -276,9 +277,7 @@ class Receiver:
         await self._transport.close()
 
     def _make_hello(self) -> Hello:
-        return Hello(
-            "d", 1, "kv", b"", FINGERPRINT, LAYOUT, self._address, b"t" * TOKEN_BYTES, SLOT_TOKENS * 256
-        )
+        return Hello("d", 1, "kv", b"", FINGERPRINT, LAYOUT, self._address, TOKEN, SLOT_TOKENS * 256)
 
     async def _serve(self, channel: Channel, hello: Hello) -> None:
         link = await self._transport.accept(hello.bind_token, WAIT_S)
@@ -347,9 +346,9 @@ class Receiver:
         channel.send(ChunkDone("h", data.chunk, data.slot, True))
 
     async def _hear(self, kind: type, count: int) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while sum(isinstance(message, kind) for message in self._heard) < count:
-                await asyncio.sleep(0.002)
+        await until(
+            lambda: sum(isinstance(message, kind) for message in self._heard) >= count, pause_s=CALM_S
+        )
 
     async def _tell(self, *messages: Message) -> None:
         channel, _ = await self._connected

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from kvtransfer.transport import TOKEN_BYTES, Link, LinkClosed, TransferTruncated, Transport
+from kvtransfer.transport import Link, LinkClosed, TransferTruncated, Transport
+from tests.kvtransfer import tools
 from tests.kvtransfer.links import MAKERS
-from tests.kvtransfer.tools import WAIT_S, until
+from tests.kvtransfer.tools import TOKEN, WAIT_S, until
 
-TOKEN = b"t" * TOKEN_BYTES
 pytestmark = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 
-@contextlib.asynccontextmanager
-async def linked(make: Callable[[], Transport]) -> AsyncIterator[tuple[Link, Link]]:
-    """(dialler's, listener's) ends; leaves no task."""
-    tasks = asyncio.all_tasks()
-    listener, dialler = make(), make()
-    address = await listener.listen()
-    near, far = await asyncio.gather(dialler.connect(address, TOKEN, WAIT_S), listener.accept(TOKEN, WAIT_S))
-    try:
-        yield near, far
-    finally:
-        for part in (near, far, dialler, listener):
-            await part.close()
-    await until(lambda: asyncio.all_tasks() <= tasks)
+def linked(make: Callable[[], Transport]) -> AbstractAsyncContextManager[tuple[Link, Link]]:
+    return tools.linked(make(), make())
 
 
 def view(size: int, fill: int = 0) -> memoryview:

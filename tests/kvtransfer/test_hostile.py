@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kvtransfer.hostile import BROKEN_FRAMES, ENDING, NUM_TOKENS, run_receiver, run_sender
+from tests.kvtransfer.hostile import BROKEN_FRAMES, ENDING, NUM_CHUNKS, NUM_TOKENS, run_receiver, run_sender
 from tests.kvtransfer.peers import Process, Processes, processes
-from tests.kvtransfer.tools import make_info
+from tests.kvtransfer.scene import STATES
 
-STATES = ("reserved", "receiving", "received", "delivered")
 transports = pytest.mark.parametrize("transport", ["tcp", "shm"])
 
 # What a receiver makes of it while the handoff is open; before and after, nothing of it concerns the handoff.
@@ -84,7 +83,7 @@ async def test_prefill_survives(frame: str, transport: str) -> None:
             decode = await started.start(run_receiver, transport)
             port = await decode.hear()
             prefill, _, _ = await started.endpoint("p", transport=transport, probe_bytes=0)
-            await prefill.ask("peer", make_info(port).kv_port)
+            await prefill.ask("peer", port)
             await prefill.ask("open", "h", NUM_TOKENS, 0 if state == "reserved" else NUM_TOKENS)
             if state == "delivered":
                 await prefill.ask("finish", "h")
@@ -97,7 +96,7 @@ async def test_prefill_survives(frame: str, transport: str) -> None:
             elif FROM_DECODE[frame]:
                 await prefill.ask("ready", "h", NUM_TOKENS)
                 await prefill.ask("finish", "h")
-                await decode.ask("complete", {"reserved": 0, "receiving": 1, "received": 2}[state])
+                await decode.ask("complete", NUM_CHUNKS[state])
                 assert await prefill.ask("result", "h") == "ok"
             else:
                 await prefill.ask("ready", "h", NUM_TOKENS)

@@ -22,9 +22,10 @@ from kvtransfer.selftest import make_rounds
 from kvtransfer.shm import ShmTransport
 from kvtransfer.stream import StreamLink
 from kvtransfer.tcp import TcpTransport
-from kvtransfer.transport import TOKEN_BYTES, Link, LinkClosed, Op
+from kvtransfer.transport import Link, LinkClosed, Op
 from tests.kvtransfer.tools import (
     HOST,
+    TOKEN,
     WAIT_S,
     Handoff,
     Pair,
@@ -35,8 +36,6 @@ from tests.kvtransfer.tools import (
     make_info,
     until,
 )
-
-TOKEN = b"t" * TOKEN_BYTES
 
 
 def names(transport: str, host: str = HOST) -> list[str]:

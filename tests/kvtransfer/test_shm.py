@@ -7,30 +7,20 @@ import contextlib
 import mmap
 import os
 import socket
-from collections.abc import AsyncIterator
 
 import pytest
 
 from kvtransfer import shm
 from kvtransfer.shm import ShmTransport, make_file, map_file
 from kvtransfer.transport import TOKEN_BYTES, Link, LinkClosed
-from tests.kvtransfer.tools import WAIT_S
+from tests.kvtransfer import tools
+from tests.kvtransfer.tools import TOKEN, WAIT_S
 
 NUM_SLOTS = 3
-TOKEN = b"t" * TOKEN_BYTES
 
 
-@contextlib.asynccontextmanager
-async def linked() -> AsyncIterator[tuple[Link, Link]]:
-    """(dialler's, listener's) ends."""
-    listener, dialler = ShmTransport(NUM_SLOTS, 5000), ShmTransport(7, 4096)
-    address = await listener.listen()
-    near, far = await asyncio.gather(dialler.connect(address, TOKEN, WAIT_S), listener.accept(TOKEN, WAIT_S))
-    try:
-        yield near, far
-    finally:
-        for part in (near, far, dialler, listener):
-            await part.close()
+def linked() -> contextlib.AbstractAsyncContextManager[tuple[Link, Link]]:
+    return tools.linked(ShmTransport(7, 4096), ShmTransport(NUM_SLOTS, 5000))
 
 
 def areas_open() -> set[str]:

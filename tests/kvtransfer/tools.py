@@ -23,7 +23,7 @@ from kvtransfer.outgoing import Outgoing, OutgoingResult
 from kvtransfer.shm import ShmTransport
 from kvtransfer.slots import SlotCounts
 from kvtransfer.tcp import TcpTransport
-from kvtransfer.transport import Link
+from kvtransfer.transport import TOKEN_BYTES, Link, Transport
 
 HOST = "127.0.0.1"
 SECRET = b"s" * 32
@@ -36,6 +36,7 @@ NUM_BLOCKS = 32
 NUM_SLOTS = 4
 STATE = HandoffState(Token(0, 7), num_cached_tokens=3)
 WAIT_S = 30.0
+TOKEN = b"t" * TOKEN_BYTES
 
 _numbers = itertools.count()
 
@@ -167,6 +168,20 @@ class Pair:
 
     async def rest(self) -> None:
         await until(lambda: self.prefill.is_at_rest and self.decode.is_at_rest)
+
+
+@contextlib.asynccontextmanager
+async def linked(dialler: Transport, listener: Transport) -> AsyncIterator[tuple[Link, Link]]:
+    """(dialler's, listener's) ends; leaves no task."""
+    tasks = asyncio.all_tasks()
+    address = await listener.listen()
+    near, far = await asyncio.gather(dialler.connect(address, TOKEN, WAIT_S), listener.accept(TOKEN, WAIT_S))
+    try:
+        yield near, far
+    finally:
+        for part in (near, far, dialler, listener):
+            await part.close()
+    await until(lambda: asyncio.all_tasks() <= tasks)
 
 
 @contextlib.asynccontextmanager
