@@ -25,7 +25,7 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 
-from contracts.config import BatonConfig, EngineConfig, load_config
+from contracts.config import BatonConfig, load_config
 from contracts.messages import Role
 from coordinator.addresses import is_loopback_host
 from coordinator.cluster import ClusterBackend
@@ -35,6 +35,7 @@ from coordinator.flow import Flow
 from coordinator.handles import ServePool, worker_options
 from coordinator.http import make_app
 from coordinator.metrics import Metrics
+from coordinator.phases import make_phases
 from decode.server import DecodeServer
 from engine.embedded import resolve_model
 from engine.text.tokenizer import load_text
@@ -73,20 +74,6 @@ def read_args(args: Mapping[str, Any]) -> BatonConfig:
     if args.get("model"):
         overrides["model.path"] = args["model"]
     return load_config(args.get("config"), overrides)
-
-
-def make_phases(pool: Any, config: EngineConfig, ends: Any, emit: Any) -> Any:
-    """A worker's two phases, wired to each other (`worker.phases.PhaseFactory`).
-
-    NOTE: imports here, not above: they bring torch, and neither the driver nor the coordinator wants it.
-    """
-    from decode.phase import DecodePhase
-    from prefill.phase import PrefillPhase
-    from worker.phases import Phases
-
-    decode = DecodePhase(pool, config, ends, emit, recompute=lambda seq: prefill.recompute(seq))
-    prefill = PrefillPhase(pool, config, ends, emit, adopt=decode.adopt)
-    return Phases(prefill, decode)
 
 
 @serve.deployment(max_ongoing_requests=MAX_HTTP_REQUESTS, health_check_period_s=1.0)

@@ -12,11 +12,11 @@ from typing import Any
 from contracts.config import BatonConfig, load_config
 from contracts.messages import Role
 from contracts.request import Finished, GenerateRequest, SamplingParams, Token
-from coordinator.app import make_phases
 from coordinator.cluster import ClusterBackend
 from coordinator.fleet import Fleet
 from coordinator.flow import Flow
 from coordinator.metrics import Metrics
+from coordinator.phases import make_phases
 from worker.worker import Worker
 
 SECRET = b"t" * 32

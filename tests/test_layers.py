@@ -49,7 +49,8 @@ RESTRICTED = {
     "decode/server.py": {"ray"},
     "coordinator/gateway/usage.py": {"sqlalchemy"},  # the ledger goes into any database
     "coordinator/gateway/store.py": {"sqlalchemy"},  # files and batches
-    "coordinator/app.py": {"ray", "prefill", "decode", "worker.phases"},
+    "coordinator/app.py": {"ray", "prefill", "decode"},
+    "coordinator/phases.py": {"engine", "prefill.phase", "decode.phase", "worker.phases"},
     "coordinator/ending.py": {"ray"},
     "coordinator/handles.py": {"ray"},
     "coordinator/launch.py": {"ray"},  # starts Ray and Serve on one machine

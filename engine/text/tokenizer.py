@@ -223,9 +223,10 @@ def _byte_table(tokenizer: Tokenizer) -> tuple[list[bytes], bool]:
 
 
 def _byte_level_bytes(piece: str) -> bytes:
-    values = [_BYTE_OF.get(char) for char in piece]
-    known = [value for value in values if value is not None]
-    return bytes(known) if len(known) == len(values) else piece.encode()
+    try:
+        return piece.translate(_LATIN_OF).encode("latin-1")
+    except UnicodeEncodeError:  # it has a character that stands for no byte
+        return piece.encode()
 
 
 def _sentencepiece_bytes(piece: str) -> bytes:
@@ -233,13 +234,14 @@ def _sentencepiece_bytes(piece: str) -> bytes:
     return bytes([int(match[1], 16)]) if match else piece.replace("▁", " ").encode()
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins: a byte that is a visible Latin-1 character is itself, the others follow
-    U+0100.
+def _byte_alphabet() -> dict[int, str]:
+    """GPT-2's printable stand-ins, to the Latin-1 character of their byte: a visible Latin-1 character stands for
+    itself, the other bytes follow U+0100. What is below and stands for none becomes a character outside Latin-1.
     """
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in set(visible)]
-    return {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
+    stand_ins = {0x100 + i: chr(byte) for i, byte in enumerate(hidden)}
+    return dict.fromkeys(hidden, "\ufffd") | {byte: chr(byte) for byte in visible} | stand_ins
 
 
-_BYTE_OF = _byte_alphabet()
+_LATIN_OF = _byte_alphabet()

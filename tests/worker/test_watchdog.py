@@ -11,7 +11,7 @@ import pytest
 
 from contracts.config import PoolConfig, load_config
 from contracts.errors import EngineError
-from coordinator.app import make_phases
+from coordinator.phases import make_phases
 from tests.engine.tiny_models import make_config, make_oracle, write_hf
 from tests.local_cluster import SECRET, overrides
 from worker.serving import EXIT_STUCK
