@@ -98,7 +98,7 @@ def measure(load: Load) -> tuple[list[float], list[float]]:
     lived: list[tuple[WorkerState, Job]] = []
     latencies, work = [], []
     gc.collect()
-    gc.freeze()  # a server does so after its start, too: nothing here is garbage
+    gc.freeze()  # as Serve does in a replica that has started: nothing here is garbage
     gc.disable()
     try:
         began_s = time.perf_counter()

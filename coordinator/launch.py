@@ -27,15 +27,15 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from contracts.config import BatonConfig, PoolConfig, cache_dir, load_config
+from contracts.config import BatonConfig, cache_dir, load_config
 from contracts.errors import ConfigError
 from coordinator.addresses import is_loopback_host
 from coordinator.ending import give_back, wait_lost
 from coordinator.instance import Claim, Instance, claim_port, stop
+from coordinator.local_ray import RAY_ENVIRONMENT, start_ray
 from coordinator.progress import WorkerLog, reason_of
 
 READY_TIMEOUT_S = 600.0
@@ -43,8 +43,6 @@ _STOP_TIMEOUT_S = 45.0  # beyond the drain
 _READY_INTERVAL_S = 0.1
 _STILL_S = 10.0
 _HTTP_TIMEOUT_S = 5.0
-_OBJECT_STORE_BYTES = 128 << 20  # Serve's messages are small and KV does not travel through Ray
-_SERVE_CPUS = 1.0  # room for Serve's own actors
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # Takes `model` and `config` as given to the launcher, returns a Serve application.
@@ -188,11 +186,13 @@ def _start(
     from coordinator.haproxy import serve_environment
 
     stages.begin("starting Ray")
-    for name, value in _RAY_ENVIRONMENT.items():
+    for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ.update(serve_environment(instance))
     application = _in_background(lambda: build(given))
-    _start_ray(instance.run_dir, config)
+    start_ray(instance.run_dir, config)
+    # NOTE: ray.init installs a SIGTERM handler of its own, which would end the process without our way out.
+    signal.signal(signal.SIGTERM, _interrupt)
     stages.begin("starting Serve")
     from ray import serve
 
@@ -208,23 +208,6 @@ def _start(
         except RuntimeError as error:
             raise RuntimeError(_failures() or str(error)) from error
         _wait_ready(instance.claim.url, stages)
-
-
-# A user's own values win.
-_RAY_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # Baton has its own /metrics; nobody reads Ray's here.
-    "RAY_enable_metrics_collection": "0",
-    # A worker that cannot start will not do so at the second try on the same machine: say why at once.
-    "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1",
-    # A worker that does not answer cannot end its requests in good order; it only keeps memory from the next one.
-    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
-    # Ray gives its workers the lowest priority but four, so that any other program of the machine would stall streams.
-    "RAY_worker_niceness": "0",
-    # Held calls are many and idle: with these two, each costs the coordinator less.
-    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
-    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-}
 
 
 def _failures() -> str:
@@ -253,25 +236,6 @@ def _in_background(work: Callable[[], Any]) -> Future[Any]:
     return done
 
 
-def _start_ray(run_dir: Path, config: BatonConfig) -> None:
-    import ray
-
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    ray.init(
-        address="local",
-        num_cpus=_logical_cpus(config),
-        resources=_custom_resources(config),
-        object_store_memory=_OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        # NOTE: a folder within, because Ray opens its temp folder to everybody, and HAProxy's program lies beside it.
-        _temp_dir=str(run_dir / "ray"),
-    )
-    # NOTE: ray.init installs a SIGTERM handler of its own, which would end the process without our way out.
-    signal.signal(signal.SIGTERM, _interrupt)
-
-
 def _keep_logs(instance: Instance) -> None:
     """Ray's logs would go with the run folder; after a failed start they are all there is to look at."""
     target = cache_dir() / "logs" / f"failed-{instance.claim.port}"
@@ -288,26 +252,6 @@ def _build_app(given: dict[str, str]) -> Any:
     app = importlib.import_module("coordinator.app")
     is_placed = load_config(given.get("config")).transfer.host is not None
     return app.build(given if is_placed else {**given, "transfer.host": "127.0.0.1"})
-
-
-def _logical_cpus(config: BatonConfig) -> int:
-    """Ray's CPUs are a book-keeping of shares, so a small machine may have more of them than cores."""
-    wanted = _SERVE_CPUS + config.coordinator.num_replicas * config.coordinator.num_cpus
-    wanted += sum(pool.num_replicas * pool.num_cpus for pool in _pools(config))
-    return max(os.cpu_count() or 1, int(wanted + 0.999))
-
-
-def _custom_resources(config: BatonConfig) -> dict[str, float]:
-    """A cluster's configuration works here too: this one node is of every type it names."""
-    total: dict[str, float] = {}
-    for pool in _pools(config):
-        for name, amount in pool.resources.items():
-            total[name] = total.get(name, 0.0) + amount * pool.num_replicas
-    return total
-
-
-def _pools(config: BatonConfig) -> tuple[PoolConfig, PoolConfig]:
-    return config.prefill, config.decode
 
 
 def _wait_ready(url: str, stages: Stages) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.launch import _RAY_ENVIRONMENT
+from coordinator.local_ray import RAY_ENVIRONMENT
 
 # Read by OpenMP when torch is first imported, here or in a process that a test starts: one compute thread each, so
 # that a test run leaves the machine usable and timings comparable.
@@ -17,7 +17,7 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 # Serve reads these when it is first imported. As under the launcher, unless the caller knows better: what the tests of
 # Serve's adapter prove is then true of what people run.
-for name, value in _RAY_ENVIRONMENT.items():
+for name, value in RAY_ENVIRONMENT.items():
     if name.startswith("RAY_SERVE_"):
         os.environ.setdefault(name, value)
 

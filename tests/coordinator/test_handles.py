@@ -21,7 +21,7 @@ from contracts.blocks import KvLayout
 from contracts.config import PoolConfig
 from contracts.errors import WorkerLostError
 from contracts.messages import Role, WorkerInfo
-from coordinator import launch
+from coordinator import local_ray
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Serve's own models use what pydantic has deprecated
@@ -169,7 +169,9 @@ async def finished(call: HoldCall) -> None:
 
 
 def test_these_tests_run_in_the_launchers_environment() -> None:
-    wanted = {name: value for name, value in launch._RAY_ENVIRONMENT.items() if name.startswith("RAY_SERVE_")}
+    wanted = {
+        name: value for name, value in local_ray.RAY_ENVIRONMENT.items() if name.startswith("RAY_SERVE_")
+    }
     assert wanted.items() <= dict(os.environ).items()
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from contracts.errors import ConfigError
-from coordinator import launch
+from coordinator import launch, local_ray
 from coordinator.addresses import is_loopback_host
 from coordinator.instance import free_ports, processes_using, sweep
 
 ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 150.0
+START_TIMEOUT_S = 180.0
 END_TIMEOUT_S = 60.0
 
 
@@ -121,8 +121,8 @@ def test_ray_gets_room_for_all_workers_and_their_resources() -> None:
     config = load_config(
         None, {"decode.num_replicas": 40, "decode.num_cpus": 1.0, "decode.resources": {"decode": 1.0}}
     )
-    assert launch._logical_cpus(config) >= 41
-    assert launch._custom_resources(config) == {"decode": 40.0}
+    assert local_ray._logical_cpus(config) >= 41
+    assert local_ray._custom_resources(config) == {"decode": 40.0}
 
 
 def test_starting_does_not_load_torch() -> None:

@@ -1,0 +1,90 @@
+"""Ray on this machine, for one instance: what it is told, how large it says the machine is, and what it leaves out."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from contracts.config import BatonConfig, PoolConfig
+
+_OBJECT_STORE_BYTES = 128 << 20  # Serve's messages are small and KV does not travel through Ray
+_SERVE_CPUS = 1.0  # room for Serve's own actors
+
+# A user's own values win.
+RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Baton has its own /metrics; nobody reads Ray's here.
+    "RAY_enable_metrics_collection": "0",
+    # A worker that cannot start will not do so at the second try on the same machine: say why at once.
+    "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1",
+    # A worker that does not answer cannot end its requests in good order; it only keeps memory from the next one.
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    # Ray gives its workers the lowest priority but four, so that any other program of the machine would stall streams.
+    "RAY_worker_niceness": "0",
+    # Held calls are many and idle: with these two, each costs the coordinator less.
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
+
+
+def start_ray(run_dir: Path, config: BatonConfig) -> None:
+    """The head node of a Ray instance of this process's own, which ends with it."""
+    import ray
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    with _fewer_processes():
+        ray.init(
+            address="local",
+            num_cpus=_logical_cpus(config),
+            resources=_custom_resources(config),
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            # NOTE: a folder within: Ray opens its temp folder to everybody, and HAProxy's program lies beside it.
+            _temp_dir=str(run_dir / "ray"),
+        )
+
+
+@contextlib.contextmanager
+def _fewer_processes() -> Iterator[None]:
+    """Within, ray.init starts neither Ray's node autoscaler nor its log monitor: one machine has no nodes to add, and
+    nobody reads the workers' logs through the driver. Together they take as long to start as a worker's libraries.
+
+    NOTE: `ray start` has options for both, `ray.init` has none; where a Ray names them otherwise, it starts them.
+    """
+    from ray._private import parameter
+
+    plain = parameter.RayParams
+    known = inspect.signature(plain).parameters
+    unwanted = {"no_monitor": True, "include_log_monitor": False}
+    parameter.RayParams = partial(plain, **{name: value for name, value in unwanted.items() if name in known})
+    try:
+        yield
+    finally:
+        parameter.RayParams = plain
+
+
+def _logical_cpus(config: BatonConfig) -> int:
+    """Ray's CPUs are a book-keeping of shares, so a small machine may have more of them than cores."""
+    wanted = _SERVE_CPUS + config.coordinator.num_replicas * config.coordinator.num_cpus
+    wanted += sum(pool.num_replicas * pool.num_cpus for pool in _pools(config))
+    return max(os.cpu_count() or 1, int(wanted + 0.999))
+
+
+def _custom_resources(config: BatonConfig) -> dict[str, float]:
+    """A cluster's configuration works here too: this one node is of every type it names."""
+    total: dict[str, float] = {}
+    for pool in _pools(config):
+        for name, amount in pool.resources.items():
+            total[name] = total.get(name, 0.0) + amount * pool.num_replicas
+    return total
+
+
+def _pools(config: BatonConfig) -> tuple[PoolConfig, PoolConfig]:
+    return config.prefill, config.decode
