@@ -213,6 +213,7 @@ class _Exchange:
             gateway.quotas.of(caller.tenant, now),
             scope.get(REQUEST_ID, ""),
             salt_prefix=f"{caller.tenant}/" if gateway.keys is not None else "",
+            headers=Headers(scope=scope),
         )
         self._status = 0
         self._is_replay = False
