@@ -100,7 +100,9 @@ class GatewayConfig(TenantLimits):
         1 << 30, ge=1024, description="Most bytes of files that one tenant may keep."
     )
     batch_concurrency: int = Field(
-        4, ge=1, description="Batch lines at work at once; one alone while other requests are open."
+        4,
+        ge=1,
+        description="Batch lines at work at once. Without slo: one alone while other requests are open.",
     )
     batch_max_requests: int = Field(50_000, ge=1, description="Most lines of one batch.")
     input_guards: list[Hook] = Field(

@@ -116,19 +116,21 @@ def within_leftover(
 ) -> tuple[list[WorkerView], list[WorkerView]]:
     """The workers that have room for one more request of batch or best effort, which may grow to `num_blocks`.
 
-    It is read where nothing else waits to be read, and written where its kind holds less than `share` of sequences and
-    blocks: an interactive request that comes next finds an idle reader soon, and its part of every decode worker.
+    It is read where nothing else waits to be read, and written where that is so, too (a stream more would slow the
+    reading down), and where its kind holds less than `share` of sequences and blocks: an interactive request that comes
+    next finds an idle reader soon, and its part of every decode worker.
     """
     readers = [p for p in prefills if not p.num_tokens]
     writers = [
         d
         for d in decodes
-        if not d.num_leftover
-        or (
-            d.num_leftover + 1 <= share * d.max_num_seqs
-            and d.leftover_blocks + num_blocks <= share * d.num_blocks
+        if not d.num_tokens
+        and (
+            not d.num_leftover
+            or (
+                d.num_leftover + 1 <= share * d.max_num_seqs
+                and d.leftover_blocks + num_blocks <= share * d.num_blocks
+            )
         )
     ]
-    if prefills and not readers:
-        return [], []
-    return readers, writers if prefills else [d for d in writers if not d.num_tokens]
+    return ([], []) if prefills and not readers else (readers, writers)

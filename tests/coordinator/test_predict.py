@@ -263,6 +263,7 @@ def test_leftover_requests_take_what_interactive_ones_leave(p: Predictor) -> Non
     nothing = NotNow("nothing is left over", 0)
     assert put(p, request(), 0.0, [P1], [D1], service=BATCH) == Placement("d1", "p1")
     assert put(p, request(), 0.0, [replace(P1, num_tokens=1)], [D1], service=BATCH) == nothing
+    assert put(p, request(), 0.0, [P1], [replace(D1, num_tokens=1, num_requests=1)], service=BATCH) == nothing
     half = replace(D1, num_requests=40, num_leftover=32, gap_s=0.05)
     assert put(p, request(), 0.0, [P1], [half], service=BATCH) == nothing
     blocks = replace(D1, num_requests=9, num_leftover=1, leftover_blocks=450, gap_s=0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from contracts.service import Service
+from coordinator.gateway.gate import Gate
 from tests.coordinator.gateway.gateway_tools import bearer, gateway_service, write_keys
 from tests.coordinator.gateway.test_batches import ended, jsonl, line, start
 from tests.coordinator.http_tools import MODEL, error_of, make_config, service
@@ -104,3 +106,20 @@ async def test_the_counts_of_line_and_promises_are_shown() -> None:
         assert 'baton_refusals_total{class="interactive",reason="too_late"} 1.0' in shown
         assert 'baton_promises_total{class="interactive",met="both"} 1.0' in shown
         assert "service_tier" in json.dumps((await s.client.get("/openapi.json")).json())
+
+
+async def test_with_promises_the_line_says_when_batches_give_way_and_the_gate_only_counts() -> None:
+    for gives_way, num_lines in ((True, 1), (False, 4)):
+        gate, go = Gate(4, gives_way), asyncio.Event()
+
+        async def run(gate: Gate = gate, go: asyncio.Event = go) -> None:
+            async with gate.line():
+                await go.wait()
+
+        with gate.caller():
+            tasks = [asyncio.create_task(run()) for _ in range(6)]
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert gate.num_lines == num_lines
+            go.set()
+        await asyncio.gather(*tasks)
