@@ -18,7 +18,7 @@ _EXPECTED = {
 
 def explain(detail: Any, sections: Mapping[str, Sequence[str]]) -> str:
     """One finding of pydantic in our words: the key, what was expected, what came. `sections`: all known keys."""
-    where = ".".join(str(part) for part in detail["loc"])
+    where = ".".join(str(part) for part in detail["loc"] if part != "[key]")
     kind = detail["type"]
     if kind == "value_error":
         return str(detail["ctx"]["error"])

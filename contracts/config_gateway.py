@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from contracts.service import CLASSES, ServiceClass
+
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 _HOOK = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
@@ -40,6 +42,11 @@ class TenantLimits(_Section):
         None,
         ge=1,
         description="Most tokens of one output: more is refused, a default is cut to it. Empty: what the context holds.",
+    )
+    classes: list[ServiceClass] = Field(
+        default_factory=lambda: list(CLASSES),
+        min_length=1,
+        description="Classes that a tenant's requests may have (x-baton-class, service_tier), then 403; the first is the default. Lines of batches are batch whatever stands here.",
     )
 
 
@@ -93,7 +100,9 @@ class GatewayConfig(TenantLimits):
         1 << 30, ge=1024, description="Most bytes of files that one tenant may keep."
     )
     batch_concurrency: int = Field(
-        4, ge=1, description="Batch lines at work at once; one alone while other requests are open."
+        4,
+        ge=1,
+        description="Batch lines at work at once. Without slo: one alone while other requests are open.",
     )
     batch_max_requests: int = Field(50_000, ge=1, description="Most lines of one batch.")
     input_guards: list[Hook] = Field(

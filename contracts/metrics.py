@@ -1,9 +1,9 @@
 """Every metric of Baton, in one table: name, kind, labels, buckets, and the one process kind that writes it.
 
 Names are `baton_<what>_<unit>`, counters end in `_total`. Label values come from closed sets: `outcome`,
-`code`, `endpoint`, `role`, `state`, `route`, `reason` (an error's code); worker ids are bounded by the pools. Workers
-have no HTTP port of their own: they send their counters in `Status.counters` (by the name in this table), and the
-coordinator shows them.
+`code`, `endpoint`, `role`, `state`, `route`, `class`, `met`, `reason` (an error's code, or why a request was refused);
+worker ids are bounded by the pools. Workers have no HTTP port of their own: they send their counters in
+`Status.counters` (by the name in this table), and the coordinator shows them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,20 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("baton_ttft_seconds", "histogram", "Request to first token.", ("endpoint",), SECONDS),
     MetricSpec("baton_itl_seconds", "histogram", "Between two tokens of one output.", ("endpoint",), SECONDS),
     MetricSpec("baton_e2e_seconds", "histogram", "Request to the end of an output.", ("endpoint",), SECONDS),
-    MetricSpec("baton_queue_seconds", "histogram", "Wait for a place.", (), SECONDS),
+    MetricSpec("baton_queue_seconds", "histogram", "Wait for a place, by class.", ("class",), SECONDS),
+    MetricSpec("baton_queue_requests", "gauge", "Requests waiting for a place, by class.", ("class",)),
+    MetricSpec(
+        "baton_refusals_total",
+        "counter",
+        "Requests that left the line without a place, by class and reason.",
+        ("class", "reason"),
+    ),
+    MetricSpec(
+        "baton_promises_total",
+        "counter",
+        "Outputs that were promised something, by class and by which of both promises were kept.",
+        ("class", "met"),
+    ),
     MetricSpec("baton_prompt_length_tokens", "histogram", "Prompt length.", (), TOKENS),
     MetricSpec("baton_output_length_tokens", "histogram", "Output length.", (), TOKENS),
     MetricSpec("baton_placements_total", "counter", "Requests placed, by route.", ("route",)),

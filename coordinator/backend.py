@@ -16,6 +16,7 @@ from typing import Protocol
 from contracts.blocks import BlockAudit
 from contracts.messages import BlockOwner, Role, Status
 from contracts.request import Finished, GenerateRequest, Token
+from contracts.service import Service
 from coordinator.predict import Record
 
 
@@ -86,7 +87,10 @@ class Capacity:
 class Backend(Protocol):
     """Everything the edge needs. `generate` returns at once; its work starts with the first `__anext__`."""
 
-    def generate(self, request: GenerateRequest, deadline_s: float | None) -> TokenStream: ...
+    def generate(
+        self, request: GenerateRequest, deadline_s: float | None, service: Service | None = None
+    ) -> TokenStream:
+        """`service`: class and promises; None: an interactive request's by default."""
 
     def readiness(self) -> Readiness: ...
 

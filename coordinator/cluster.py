@@ -9,6 +9,7 @@ from contracts.config import BatonConfig
 from contracts.errors import WorkerLostError
 from contracts.messages import Role
 from contracts.request import GenerateRequest
+from contracts.service import Service
 from coordinator.backend import Capacity, PoolReadiness, Readiness, TokenStream, WorkerAudit, WorkerStatus
 from coordinator.fleet import Fleet
 from coordinator.flow import Flow
@@ -26,8 +27,10 @@ class ClusterBackend:
         self._fleet = fleet
         self._flow = flow
 
-    def generate(self, request: GenerateRequest, deadline_s: float | None) -> TokenStream:
-        return self._flow.generate(request, deadline_s)
+    def generate(
+        self, request: GenerateRequest, deadline_s: float | None, service: Service | None = None
+    ) -> TokenStream:
+        return self._flow.generate(request, deadline_s, service)
 
     def readiness(self) -> Readiness:
         """Ready: a decode worker, and (unless colocated) a prefill worker whose transfer self-test with it passed."""

@@ -43,7 +43,9 @@ def audit_json(workers: list[WorkerAudit]) -> dict[str, Any]:
 
 
 def decisions_json(records: list[Record], now_s: float) -> dict[str, Any]:
-    """One object per placement, newest first; predicted numbers of every option in ms, null for what never ends."""
+    """One object per request, newest first: its placement, or why it waits or was refused, with the predicted numbers
+    of every option in ms; null for what never ends.
+    """
     return {"decisions": [_decision(record, now_s) for record in records]}
 
 
@@ -52,8 +54,10 @@ def _decision(record: Record, now_s: float) -> dict[str, Any]:
     return {
         "request_id": record.request_id,
         "age_s": round(now_s - record.at_s, 3),
+        "class": record.service_class,
         "prompt_tokens": record.prompt_tokens,
         "left_ms": None if record.left_s is None else _ms(record.left_s),
+        "slack_ms": None if record.slack_s is None else _ms(record.slack_s),
         "rule": record.rule,
         "verdict": record.verdict,
         "route": None if placement is None else ("remote" if placement.prefill_id else "local"),

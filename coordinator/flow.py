@@ -14,11 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from functools import partial
+from typing import Protocol
 
+from contracts.blocks import num_blocks_for
 from contracts.config import BatonConfig
 from contracts.errors import (
     BatonError,
@@ -29,15 +33,35 @@ from contracts.errors import (
     WorkerLostError,
 )
 from contracts.request import Finished, GenerateRequest, Token
+from contracts.service import Service, ServiceClass
 from coordinator.fleet import Fleet
-from coordinator.line import Line, Pace
-from coordinator.placement import Placement
-from coordinator.predict import Predictor
+from coordinator.line import Line
+from coordinator.placement import NotNow, Placement, WorkerView
+from coordinator.predict import Ask, Predictor
+from coordinator.promises import Account, Met
+from coordinator.room import Held, Room
 from coordinator.run import Hold, Observer, Run
 from coordinator.stages import StageClock
 from coordinator.story import Story
+from policy.queue import Waiting
 
 logger = logging.getLogger("baton.coordinator")
+
+
+class QueueObserver(Protocol):
+    """What metrics want to know of the line and of the promises."""
+
+    def waiting(self, service_class: ServiceClass, change: int) -> None: ...
+
+    def queued(self, service_class: ServiceClass, seconds: float) -> None: ...
+
+    def refused(self, service_class: ServiceClass, reason: str) -> None: ...
+
+    def promised(self, service_class: ServiceClass, met: Met) -> None: ...
+
+
+class FlowObserver(Observer, QueueObserver, Protocol):
+    """Both."""
 
 
 class Flow:
@@ -49,7 +73,7 @@ class Flow:
         fleet: Fleet,
         secret: bytes,
         hold: Hold,
-        observer: Observer,
+        observer: FlowObserver,
         eos_ids: frozenset[int],
     ) -> None:
         self._config = config
@@ -60,8 +84,16 @@ class Flow:
         self._eos_ids = eos_ids
         self.predictor = Predictor(config)
         """Why requests went where they went."""
-        self._line = Line(config.coordinator.max_queue)
-        self._pace = Pace()
+        self._room = Room()
+        self._asked: dict[str, Ask] = {}  # of those in the line, by attempt
+        self._line: Line[Run] = Line(
+            config.coordinator.max_queue,
+            fleet.changed,
+            self._num_readers,
+            self._release,
+            self,
+            config.slo.age_cap_s,
+        )
         self._num_running = 0
 
     @property
@@ -73,29 +105,50 @@ class Flow:
         return self._num_running
 
     async def generate(
-        self, request: GenerateRequest, deadline_s: float | None
+        self, request: GenerateRequest, deadline_s: float | None, service: Service | None = None
     ) -> AsyncGenerator[Token | Finished, None]:
         """Tokens in order, then exactly one Finished, with timings. Closing the iterator cancels everywhere.
 
-        Raises BatonError, before or after tokens, as the one terminal event instead of Finished.
+        Without a `service`: what an interactive request is promised by default. Raises BatonError, before or after
+        tokens, as the one terminal event instead of Finished.
         """
         limits = self._config.coordinator
         limit_s = limits.request_timeout_s
+        service = service or self._config.slo.service()
         arrived_s = time.monotonic()
         deadline = arrived_s + (limit_s if deadline_s is None else min(limit_s, deadline_s))
         self._check_fits(request)
-        stages = StageClock()
         story = Story(request, self._eos_ids, limits.max_continuations, arrived_s)
+        account, has_failed = Account(service, arrived_s), False
+        try:
+            async with aclosing(self._attempts(story, service, deadline)) as events:
+                async for event in events:
+                    if isinstance(event, Token):
+                        account.token(time.monotonic())
+                    yield event
+        except BatonError:
+            has_failed = True
+            raise
+        finally:
+            met = account.met(time.monotonic(), has_failed)
+            if met is not None:
+                self._observer.promised(service.service_class, met)
+
+    async def _attempts(
+        self, story: Story, service: Service, deadline: float
+    ) -> AsyncGenerator[Token | Finished, None]:
+        """One after the other, until one brings the end."""
+        stages = StageClock()
         while (end := story.end()) is None:
             run: Run | None = None
             try:
-                async with self._placed(story, deadline, stages) as run:
+                async with self._placed(story, service, deadline, stages) as run:
                     run.start()
                     async with aclosing(run.events(deadline)) as events:
                         async for event in events:
                             if isinstance(event, Token):
                                 if event.index == len(run.request.output_ids):
-                                    self.predictor.answered(run.request, run.worker_ids)
+                                    self._was_read(run)
                                 story.sent(event)
                                 stages.token()
                                 yield event
@@ -117,6 +170,17 @@ class Flow:
                 self._observer.continued(error.code)
         yield replace(end, timings=stages.timings())
 
+    # --- the line's watcher ---
+
+    def waits(self, service_class: ServiceClass, change: int) -> None:
+        self._observer.waiting(service_class, change)
+
+    def refused(self, entry: Waiting, reason: str) -> None:
+        self._observer.refused(entry.service_class, reason)
+        self.predictor.refused(self._asked[entry.request_id], reason)
+
+    # --- helpers ---
+
     def _check_fits(self, request: GenerateRequest) -> None:
         """Raises ContextLengthError for a request that no worker could ever finish."""
         limit = self._fleet.max_total_tokens()
@@ -126,79 +190,151 @@ class Flow:
             )
 
     @asynccontextmanager
-    async def _placed(self, story: Story, deadline: float, stages: StageClock) -> AsyncIterator[Run]:
+    async def _placed(
+        self, story: Story, service: Service, deadline: float, stages: StageClock
+    ) -> AsyncIterator[Run]:
         """A run whose blocks decode has reserved. Whatever happens after, leaving ends it on both workers."""
         begun_s = time.monotonic()
-        request = story.next_attempt()
-        run = await self._try_place(request, story, deadline) if self._line.is_empty else None
-        if run is None:
-            run = await self._wait_for_place(request, story, deadline)
+        run = await self._reserved(story, service, deadline)
         placed_s = time.monotonic()
         stages.placed(placed_s - begun_s)
-        self._observer.queued(placed_s - begun_s)
+        self._observer.queued(service.service_class, placed_s - begun_s)
         self._observer.placed("remote" if run.prefill is not None else "local")
-        self._num_running += 1
         try:
             yield run
         finally:
-            self._pace.note(time.monotonic() - placed_s, self._num_running)
-            self._num_running -= 1
-            run.close()
+            held_s, num_running = time.monotonic() - placed_s, self._num_running
+            self._line.pace.note(held_s, num_running)
+            self._line.used(service.tenant, held_s / num_running)
+            self._release(run)
 
-    async def _wait_for_place(self, request: GenerateRequest, story: Story, deadline: float) -> Run:
+    async def _reserved(self, story: Story, service: Service, deadline: float) -> Run:
         """A newcomer waits `queue_timeout_s`, a stream that was accepted before `continue_timeout_s`."""
         limits = self._config.coordinator
         patience_s = limits.continue_timeout_s if story.is_resumed else limits.queue_timeout_s
         line_deadline = min(deadline, time.monotonic() + patience_s)
+        ask, entry = self._enter(story, service)
+        self._asked[entry.request_id] = ask
+        # What an entry hears of no room is true for all that ask for the same in the same way.
+        kind = (replace(service, tenant=""), ask.avoid)
+        is_back = False
         try:
-            async with (
-                asyncio.timeout(line_deadline - time.monotonic()),
-                self._line.turn(self._pace.wait_s(self._line.num_waiting), story.is_resumed),
-            ):
+            async with asyncio.timeout(line_deadline - time.monotonic()):
                 while True:
-                    run = await self._try_place(request, story, line_deadline)
-                    if run is not None:
+                    grant = partial(self._grant, ask, story.arrived_s)
+                    run = await self._line.turn(entry, grant, kind, is_back)
+                    if await self._is_granted(run, line_deadline):
                         return run
-                    await self._fleet.changed(1.0)
+                    is_back = True
         except TimeoutError:
-            if time.monotonic() >= deadline:
-                raise DeadlineError("the request's deadline passed before a worker had room") from None
-            retry_after_s = self._pace.wait_s(self._line.num_waiting)
-            if story.last_error is not None:
-                raise WorkerLostError(
-                    f"{story.last_error.message}; no worker could go on within {patience_s:g} s",
-                    retry_after_s=retry_after_s,
-                ) from None
-            raise OverloadedError(
-                f"no worker had room within {patience_s:g} s", retry_after_s=retry_after_s
-            ) from None
+            raise self._timed_out(story, entry, time.monotonic() >= deadline, patience_s) from None
+        finally:
+            del self._asked[entry.request_id]
 
-    async def _try_place(self, request: GenerateRequest, story: Story, deadline: float) -> Run | None:
-        """A reserved run, or None: nobody has room now. Raises OverloadedError if nobody ever will have."""
+    def _enter(self, story: Story, service: Service) -> tuple[Ask, Waiting]:
+        """Of the next attempt: what is asked of placement, and the place in the line."""
+        request, is_resumed = story.next_attempt(), story.is_resumed
+        service_s = self.predictor.service_s(request)
+        is_kept = is_resumed or service.is_leftover or not self._config.slo.refuse
+        waited_s = time.monotonic() - story.arrived_s
+        ask = Ask(request, service, waited_s, service_s, story.avoid, is_kept, is_resumed)
+        entry = Waiting(
+            request.request_id,
+            story.arrived_s,
+            math.inf if is_resumed else story.arrived_s + waited_s + ask.left_s,
+            service_s,
+            num_blocks_for(request.num_known_tokens + 1, self._config.engine.block_size),
+            service.tenant,
+            service.service_class,
+            is_kept,
+            is_resumed,
+        )
+        return ask, entry
+
+    def _grant(self, ask: Ask, arrived_s: float) -> Run | NotNow:
+        """A run that its workers have heard of, or why there is none now.
+
+        Raises OverloadedError if there never will be one.
+        """
         self._fleet.check_open()
         if self._num_running >= self._config.coordinator.max_running:
-            return None
-        placement = self.predictor.place(
-            request,
-            time.monotonic() - story.arrived_s,
-            self._fleet.views("prefill"),
-            self._fleet.views("decode"),
-            story.avoid,
-        )
-        if placement is None:
-            return None
-        run = self._make_run(request, placement)
+            return NotNow("max_running", 0)
+        ask = replace(ask, waited_s=time.monotonic() - arrived_s)
+        answer = self.predictor.place(ask, self._fleet.views("prefill"), self._writers())
+        if isinstance(answer, NotNow):
+            return answer
+        run = self._make_run(ask.request, answer)
+        self._num_running += 1
         try:
-            await run.reserve(min(deadline, time.monotonic() + self._config.coordinator.reserve_timeout_s))
-        except TryAgain as error:
-            run.close()
-            logger.debug("%s: %s", request.request_id, error.message)
-            return None
+            run.dispatch()
+        except TryAgain:
+            self._release(run)
+            return NotNow("a worker was lost")
         except BaseException:
-            run.close()
+            self._release(run)
             raise
-        self.predictor.granted(request, placement.decode_id, run.num_cached_tokens)
+        block_size = self._config.engine.block_size
+        held = Held(
+            num_blocks_for(ask.request.num_known_tokens + 1, block_size),
+            num_blocks_for(ask.request.num_known_tokens + ask.num_expected + 1, block_size),
+            math.inf if ask.service.itl_s is None else ask.service.itl_s,
+            ask.service.is_leftover,
+        )
+        self._room.took(answer.decode_id, run.decode.status, ask.request.request_id, held)
         return run
+
+    async def _is_granted(self, run: Run, deadline: float) -> bool:
+        """False: its worker has no room after all."""
+        request, decode_id = run.request, run.decode.info.worker_id
+        limit_s = self._config.coordinator.reserve_timeout_s
+        try:
+            await run.reserve(min(deadline, time.monotonic() + limit_s))
+        except TryAgain as error:
+            logger.debug("%s: %s", request.request_id, error.message)
+            self._room.refused(decode_id, run.decode.status, request.request_id)
+            self._release(run)
+            return False
+        except BaseException:
+            self._release(run)
+            raise
+        block_size = self._config.engine.block_size
+        self._room.granted(decode_id, request.request_id, run.num_cached_tokens // block_size)
+        self.predictor.granted(request, decode_id, run.num_cached_tokens)
+        return True
+
+    def _was_read(self, run: Run) -> None:
+        """The first token is here: its reader is open for the next prompt."""
+        self.predictor.answered(run.request, run.worker_ids)
+        if self._line.num_waiting:
+            self._line.look()
+
+    def _release(self, run: Run) -> None:
+        """The run is over, however far it came."""
+        self._num_running -= 1
+        self._room.left(run.decode.info.worker_id, run.request.request_id)
+        run.close()
+
+    def _timed_out(self, story: Story, entry: Waiting, is_over: bool, patience_s: float) -> BatonError:
+        """Nobody had room in time."""
+        if is_over:
+            return DeadlineError("the request's deadline passed before a worker had room")
+        retry_after_s = self._line.pace.wait_s(self._line.num_waiting)
+        if story.last_error is not None:
+            return WorkerLostError(
+                f"{story.last_error.message}; no worker could go on within {patience_s:g} s",
+                retry_after_s=retry_after_s,
+            )
+        self.refused(entry, "no_room")
+        return OverloadedError(f"no worker had room within {patience_s:g} s", retry_after_s=retry_after_s)
+
+    def _num_readers(self) -> float:
+        """Workers that read prompts all the time."""
+        return float(len(self._fleet.views("prefill")) or len(self._fleet.views("decode")) or 1)
+
+    def _writers(self) -> list[WorkerView]:
+        views = self._fleet.views("decode")
+        self._room.forget_gone({view.worker_id for view in views})
+        return [self._room.seen(view, self._fleet.link(view.worker_id).status) for view in views]
 
     def _make_run(self, request: GenerateRequest, placement: Placement) -> Run:
         decode = self._fleet.link(placement.decode_id)

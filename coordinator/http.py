@@ -43,6 +43,7 @@ from coordinator.errors_http import (
     json_response,
     log_fault,
 )
+from coordinator.gateway.context import CURRENT
 from coordinator.gateway.gateway import Gateway
 from coordinator.gateway.meter import MeteredBackend
 from coordinator.job import Endpoint, Job, check_num_choices, make_job
@@ -271,6 +272,9 @@ class Edge:
         return await read_json(request, self._config.server.max_body_bytes, _BODY_TIMEOUT_S)
 
     def _answer(self, endpoint: Endpoint, params: Params, prompts: list[Prompt], shape: Shape) -> Response:
+        context = CURRENT.get()
+        if context is not None:
+            context.settle(self._config.slo, params.service_tier, params.model or self._model)
         capacity = self._backend.capacity()
         job: Job = make_job(endpoint, self._model, params, prompts, self._text, capacity, shape)
         for prompt in prompts:

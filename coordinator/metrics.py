@@ -14,7 +14,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from contracts.metrics import BLOCK_STATES, BY_NAME, METRICS, MetricSpec
+from contracts.service import ServiceClass
 from coordinator.backend import WorkerStatus
+from coordinator.promises import Met
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -79,8 +81,17 @@ class Metrics:
     def cached(self, num_tokens: int) -> None:
         self._counters["baton_cached_prompt_tokens_total"].inc(num_tokens)
 
-    def queued(self, seconds: float) -> None:
-        self._histograms["baton_queue_seconds"].observe(seconds)
+    def waiting(self, service_class: ServiceClass, change: int) -> None:
+        self._gauges["baton_queue_requests"].labels(service_class).inc(change)
+
+    def queued(self, service_class: ServiceClass, seconds: float) -> None:
+        self._histograms["baton_queue_seconds"].labels(service_class).observe(seconds)
+
+    def refused(self, service_class: ServiceClass, reason: str) -> None:
+        self._counters["baton_refusals_total"].labels(service_class, reason).inc()
+
+    def promised(self, service_class: ServiceClass, met: Met) -> None:
+        self._counters["baton_promises_total"].labels(service_class, met).inc()
 
     def placed(self, route: str) -> None:
         self._counters["baton_placements_total"].labels(route).inc()

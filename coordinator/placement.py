@@ -8,6 +8,7 @@ break at random, so a burst spreads.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from contracts.steps import StepReport
 class WorkerView:
     """One ready worker. `num_tokens`: prompt tokens dispatched and not finished; `peers`: tested kv connections;
     `speeds`: (peer, bytes per second) of their self-tests; `steps`: what its steps cost, None while it does not know.
+    Of our own requests there: `num_leftover` of batch and best effort, the blocks that these may grow to, and the
+    tightest promised `gap_s`.
     """
 
     worker_id: str
@@ -33,6 +36,9 @@ class WorkerView:
     speeds: tuple[tuple[str, float], ...] = ()
     bytes_per_token: int = 0
     steps: StepReport | None = None
+    num_leftover: int = 0
+    leftover_blocks: int = 0
+    gap_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,23 @@ class Placement:
 
     decode_id: str
     prefill_id: str | None
+
+    @property
+    def reader_id(self) -> str:
+        """Who reads the prompt."""
+        return self.prefill_id or self.decode_id
+
+
+@dataclass(frozen=True, slots=True)
+class NotNow:
+    """No worker for this request at present. `from_blocks`: who needs as many or more hears the same. `opens_in_s`: a
+    worker will be open then, as far as is known. `is_hopeless`: the promise is lost, whatever happens.
+    """
+
+    verdict: str
+    from_blocks: float = math.inf
+    opens_in_s: float = math.inf
+    is_hopeless: bool = False
 
 
 def place(
@@ -86,3 +109,28 @@ def has_room(decode: WorkerView, demand: Demand) -> bool:
         and decode.num_available_blocks >= demand.num_blocks
         and decode.num_blocks >= demand.max_blocks
     )
+
+
+def within_leftover(
+    num_blocks: int, share: float, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView]
+) -> tuple[list[WorkerView], list[WorkerView]]:
+    """The workers that have room for one more request of batch or best effort, which may grow to `num_blocks`.
+
+    It is read where nothing else waits to be read, and written where that is so, too (a stream more would slow the
+    reading down), and where its kind holds less than `share` of sequences and blocks: an interactive request that comes
+    next finds an idle reader soon, and its part of every decode worker.
+    """
+    readers = [p for p in prefills if not p.num_tokens]
+    writers = [
+        d
+        for d in decodes
+        if not d.num_tokens
+        and (
+            not d.num_leftover
+            or (
+                d.num_leftover + 1 <= share * d.max_num_seqs
+                and d.leftover_blocks + num_blocks <= share * d.num_blocks
+            )
+        )
+    ]
+    return ([], []) if prefills and not readers else (readers, writers)

@@ -1,26 +1,28 @@
 """Placement by predicted times: live views of the fleet turned into what `policy.place` decides on. No I/O.
 
     promises set, every worker's steps known ──► policy.place: remote | local, by predicted first token and gap
-    no promise, a worker that is still learning, or no option in time ──► the rule of load (placement.py)
+                                                  └► or nobody is open yet: wait in the line, a later look finds better
+    no promise, a worker that is still learning, or no option whatever comes ──► the rule of load (placement.py)
 
-So a promise guides and refuses nobody, and a fleet that has just started is placed by load. Whichever way, the answer
-is the same. What each worker holds of a prompt is known from the requests sent there; what it has evicted since then
-shows when it grants a reservation, and is forgotten here.
+So a promise guides, and refuses nobody unless `slo.refuse` says so; a fleet that has just started is placed by load.
+Whichever way, the answer is the same. What each worker holds of a prompt is known from the requests sent there; what it
+has evicted since then shows when it grants a reservation, and is forgotten here.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from contracts.blocks import block_hashes
+from contracts.blocks import block_hashes, num_blocks_for
 from contracts.config import BatonConfig
 from contracts.request import GenerateRequest
+from contracts.service import Service, ServiceClass
 from contracts.steps import StepReport
-from coordinator.placement import Demand, Placement, WorkerView, has_room, place
+from coordinator.placement import Demand, NotNow, Placement, WorkerView, has_room, place, within_leftover
 from policy.chunks import Cadence
 from policy.fleet import FleetView, RoleLabel, WorkerState
 from policy.link_model import LinkModel
@@ -30,14 +32,51 @@ from policy.step_model import Coefficients, StepModel
 
 NUM_RECORDS = 256
 MAX_EXPECTED_TOKENS = 256  # of an answer, when only its limit is known
+MAX_WEIGHED = 64  # workers of one role that are looked at, beside those that hold a prefix
+RULES = PlaceRules()
 _PROBE_BYTES = 64 << 20  # a self-test's speed is believed as one transfer of this size
 _MAX_INDEXED_BLOCKS = 1 << 20
 _MAX_HASHED = 64  # requests between their placement and their first token whose keys are kept
+_NOMINAL_TOKEN_S = 1e-4  # of a prompt, until a worker has told
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request that wants workers, `waited_s` after its arrival. `service_s`: see `Predictor.service_s`. `avoid`:
+    workers that failed it. `is_kept`: it is served even when it is late. `is_resumed`: it was accepted before.
+    """
+
+    request: GenerateRequest
+    service: Service
+    waited_s: float = 0.0
+    service_s: float = 0.0
+    avoid: frozenset[str] = frozenset()
+    is_kept: bool = True
+    is_resumed: bool = False
+
+    @property
+    def is_leftover(self) -> bool:
+        """It has to wait for what others leave. A stream that lost its worker has not."""
+        return self.service.is_leftover and not self.is_resumed
+
+    @property
+    def left_s(self) -> float:
+        """To the first token; a part of the promise is kept for wrong predictions. Infinite without a promise."""
+        promised_s = self.service.ttft_s
+        return math.inf if promised_s is None else promised_s * RULES.ttft_share - self.waited_s
+
+    @property
+    def num_expected(self) -> int:
+        """Tokens that its answer may have."""
+        return min(self.request.max_total_tokens - self.request.num_known_tokens, MAX_EXPECTED_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One placement. `rule`: "predicted", or "load" with the reason in `verdict`. `options`: all that were weighed."""
+    """What was last said about one request. `rule`: "predicted"; "load", "wait" or "refused" with the reason in
+    `verdict`. `left_s`: to the promised first token, `slack_s`: less what reading takes; None without a promise.
+    `options`: all that were weighed.
+    """
 
     request_id: str
     at_s: float
@@ -47,6 +86,17 @@ class Record:
     verdict: str
     placement: Placement | None
     options: tuple[Option, ...] = ()
+    service_class: ServiceClass = "interactive"
+    slack_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Weighed:
+    """What predictions say. `opens_in_s`: until a worker that has enough to do is open again."""
+
+    verdict: str
+    decision: Decision | None = None
+    opens_in_s: float = math.inf
 
 
 class Predictor:
@@ -65,40 +115,56 @@ class Predictor:
         self._links = LinkModel(1e-3, 1e9)
         self._timed: set[tuple[str, str]] = set()
         self._models: dict[str, tuple[StepReport, StepModel]] = {}
+        self._typical: StepModel | None = None
+        self._reading_since: dict[str, float] = {}
         self._index = PrefixIndex(_MAX_INDEXED_BLOCKS)
-        self._indexed: set[str] = set()
+        self._known: set[str] = set()
         self._hashed: dict[str, tuple[GenerateRequest, list[Key]]] = {}
-        self.records: deque[Record] = deque(maxlen=NUM_RECORDS)
-        """Newest last."""
+        self._records: dict[str, Record] = {}
+
+    @property
+    def records(self) -> list[Record]:
+        """The last word on each of the last requests, newest last."""
+        return list(self._records.values())
 
     def place(
-        self,
-        request: GenerateRequest,
-        waited_s: float,
-        prefills: Sequence[WorkerView],
-        decodes: Sequence[WorkerView],
-        avoid: frozenset[str] = frozenset(),
-    ) -> Placement | None:
-        """The workers for a request that arrived `waited_s` ago, or None: no decode worker has room now."""
+        self, ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView]
+    ) -> Placement | NotNow:
+        """The workers for a request, or why it has to wait."""
+        self._forget_gone({view.worker_id for view in (*prefills, *decodes)})
+        request = ask.request
         demand = Demand.of(request.num_known_tokens, request.max_total_tokens, self._engine.block_size)
-        decision, left_s, verdict = self._predicted(request, demand, waited_s, prefills, decodes, avoid)
-        placement = self._checked(decision, demand, prefills, decodes)
-        rule = "load" if placement is None else "predicted"
-        if placement is None:
-            placement = place(demand, prefills, decodes, avoid, self._rng)
-        self._remember(
-            Record(
-                request.request_id,
-                self._clock(),
-                request.num_known_tokens,
-                left_s,
-                rule,
-                verdict,
-                placement,
-                decision.options if decision else (),
+        if ask.is_leftover:
+            grown = num_blocks_for(request.num_known_tokens + ask.num_expected + 1, self._engine.block_size)
+            prefills, decodes = within_leftover(grown, self._slo.leftover_share, prefills, decodes)
+        weighed, rule = self._weigh(ask, demand, prefills, decodes), "predicted"
+        answer: Placement | NotNow | None = self._checked(weighed.decision, prefills, decodes)
+        if answer is None and (answer := self._wait(ask, demand, weighed, decodes)) is None:
+            rule = "load"
+            answer = place(demand, prefills, decodes, ask.avoid, self._rng) or NotNow(
+                "no room", demand.num_blocks
             )
+        if isinstance(answer, NotNow):
+            self._remember(ask, "wait", answer.verdict, None, weighed)
+            return answer
+        self._begun(answer.reader_id, prefills, decodes)
+        self._remember(ask, rule, weighed.verdict, answer, weighed)
+        return answer
+
+    def service_s(self, request: GenerateRequest) -> float:
+        """Predicted time from the start of reading to the first token, on an idle worker that holds most of it."""
+        num_known = request.num_known_tokens
+        if self._typical is None:
+            return RULES.overhead_s + num_known * _NOMINAL_TOKEN_S
+        held = max(self._held(request).values(), default=0) if self._slo.is_set else 0
+        past = min(held, num_known - 1)
+        return RULES.overhead_s + self._typical.prefill_s(
+            num_known - past, past, self._engine.max_chunk_tokens
         )
-        return placement
+
+    def refused(self, ask: Ask, reason: str) -> None:
+        """It leaves without a worker."""
+        self._remember(ask, "refused", reason, None, _Weighed(reason))
 
     def granted(self, request: GenerateRequest, decode_id: str, num_cached: int) -> None:
         """What the decode worker really holds: forget the rest."""
@@ -108,60 +174,122 @@ class Predictor:
 
     def answered(self, request: GenerateRequest, worker_ids: Sequence[str]) -> None:
         """The prompt was read on these workers, which hold it from now on."""
+        now_s = self._clock()
+        for worker_id in worker_ids:
+            if worker_id in self._known:
+                self._reading_since[worker_id] = now_s
         if self._slo.is_set:
             keys = self._keys(request)
             self._hashed.pop(request.request_id, None)
             for worker_id in worker_ids:
-                self._indexed.add(worker_id)
+                self._known.add(worker_id)
                 self._index.add(worker_id, keys)
 
-    def _remember(self, record: Record) -> None:
+    def _remember(
+        self, ask: Ask, rule: str, verdict: str, placement: Placement | None, weighed: _Weighed
+    ) -> None:
         """A request that waits is asked about at every change of the fleet: its last answer counts."""
-        if self.records and self.records[-1].request_id == record.request_id:
-            self.records.pop()
-        self.records.append(record)
+        left_s = ask.left_s if math.isfinite(ask.left_s) else None
+        request_id = ask.request.request_id
+        self._records.pop(request_id, None)
+        self._records[request_id] = Record(
+            request_id,
+            self._clock(),
+            ask.request.num_known_tokens,
+            left_s,
+            rule,
+            verdict,
+            placement,
+            weighed.decision.options if weighed.decision else (),
+            ask.service.service_class,
+            None if left_s is None else left_s - ask.service_s,
+        )
+        if len(self._records) > NUM_RECORDS:
+            del self._records[next(iter(self._records))]
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
-    def _predicted(
-        self,
-        request: GenerateRequest,
-        demand: Demand,
-        waited_s: float,
-        prefills: Sequence[WorkerView],
-        decodes: Sequence[WorkerView],
-        avoid: frozenset[str],
-    ) -> tuple[Decision | None, float | None, str]:
-        """(decision, time left to the first token, why there is none or what it says)."""
-        if self._slo.ttft_ms is None or self._slo.itl_ms is None:
-            return None, None, "no promise"
-        self._forget_gone({view.worker_id for view in (*prefills, *decodes)})
-        readers = [p for p in prefills if p.worker_id not in avoid and p.num_blocks >= demand.num_blocks]
-        writers = [d for d in decodes if d.worker_id not in avoid and has_room(d, demand)]
+    def _weigh(
+        self, ask: Ask, demand: Demand, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView]
+    ) -> _Weighed:
+        own_itl_s = ask.service.itl_s or (self._slo.itl_ms or math.inf) / 1000.0
+        for view in (*prefills[:1], *decodes[:1]):
+            if view.steps is not None:
+                self._model(view.worker_id, view.steps)
+        if ask.is_leftover and not decodes:
+            return _Weighed("nothing is left over")
+        if not self._slo.is_set:
+            return _Weighed("no promise")
+        readers = [p for p in prefills if p.worker_id not in ask.avoid and p.num_blocks >= demand.num_blocks]
+        writers = [d for d in decodes if d.worker_id not in ask.avoid and has_room(d, demand)]
         if not writers:
-            return None, None, "no room"
-        itl_s = self._slo.itl_ms / 1000.0
-        states = self._states(readers, writers, itl_s)
+            return _Weighed("no room")
+        held = self._held(ask.request)
+        states = self._states(self._some(readers, held), self._some(writers, held))
         if states is None:
-            return None, None, "a worker is still learning"
-        rules = self._rules(writers[0])
-        left_s = self._slo.ttft_ms / 1000.0 * rules.ttft_share - waited_s
-        now_s = self._clock()
-        keys = self._keys(request)
+            return _Weighed("a worker is still learning")
+        now_s, rules = self._clock(), self._rules(writers[0])
+        # Late is late: the fastest way then, not the cheapest.
+        left_s = ask.left_s if ask.left_s > ask.service_s else 0.0
         job = Job(
-            request.request_id,
-            request.num_known_tokens,
-            min(request.max_total_tokens - request.num_known_tokens, MAX_EXPECTED_TOKENS),
+            ask.request.request_id,
+            ask.request.num_known_tokens,
+            ask.num_expected,
             now_s + left_s,
-            Cadence(itl_s),
-            {
-                worker_id: count * self._engine.block_size
-                for worker_id, count in self._index.longest(keys).items()
-            },
-            may_be_late=True,
+            Cadence(own_itl_s),
+            held,
+            is_leftover=ask.is_leftover,
+            may_be_late=ask.is_kept,
         )
         decision = Placer(rules, self._links, self._rng).place(job, FleetView(states), now_s)
-        return decision, left_s, decision.verdict
+        busy_s = [state.backlog_s(now_s) - rules.horizon_s for state in states]
+        opens_in_s = min((wait_s for wait_s in busy_s if wait_s > 0), default=math.inf)
+        verdict: str = decision.verdict
+        if decision.chosen is not None and decision.chosen.decode_id not in {d.worker_id for d in writers}:
+            verdict = "no_decode_room"  # the policy would have a prefill worker write
+        return _Weighed(verdict, decision, opens_in_s)
+
+    def _wait(
+        self, ask: Ask, demand: Demand, weighed: _Weighed, decodes: Sequence[WorkerView]
+    ) -> NotNow | None:
+        """Why the request waits in the line for now; None: load decides.
+
+        Nobody waits for what no waiting brings: a promise that an idle worker breaks, or one that is broken already.
+        """
+        verdict, opens_in_s = weighed.verdict, weighed.opens_in_s
+        is_late = ask.left_s <= ask.service_s
+        if is_late and not ask.is_kept and self._slo.is_set:
+            return NotNow("too_late", is_hopeless=True)
+        if verdict in ("workers_busy", "nothing is left over"):
+            return NotNow(verdict, 0, opens_in_s)
+        if verdict not in ("no_decode_room", "too_late"):
+            return None
+        if verdict == "too_late":
+            may_help, from_blocks = math.isfinite(opens_in_s), math.inf
+        else:
+            may_help, from_blocks = all(view.num_requests for view in decodes), float(demand.num_blocks)
+        if may_help and (not is_late or (ask.is_kept and math.isfinite(opens_in_s))):
+            return NotNow(verdict, from_blocks, opens_in_s)
+        return None if ask.is_kept else NotNow(verdict, opens_in_s=opens_in_s, is_hopeless=True)
+
+    def _held(self, request: GenerateRequest) -> dict[str, int]:
+        """Leading tokens that each worker holds."""
+        longest = self._index.longest(self._keys(request))
+        return {worker_id: count * self._engine.block_size for worker_id, count in longest.items()}
+
+    def _some(self, views: list[WorkerView], held: dict[str, int]) -> list[WorkerView]:
+        """Of a large pool, a random part, and who holds a prefix: the best of some is close to the best of all."""
+        if len(views) <= MAX_WEIGHED:
+            return views
+        some = {view.worker_id: view for view in self._rng.sample(views, MAX_WEIGHED)}
+        some |= {view.worker_id: view for view in views if view.worker_id in held}
+        return list(some.values())
+
+    def _begun(self, reader_id: str, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView]) -> None:
+        """The reader gets a prompt; if it has no other, it begins now."""
+        for view in (*prefills, *decodes):
+            if view.worker_id == reader_id and not view.num_tokens:
+                self._reading_since[reader_id] = self._clock()
 
     def _rules(self, writer: WorkerView) -> PlaceRules:
         return PlaceRules(
@@ -172,7 +300,7 @@ class Predictor:
         )
 
     def _states(
-        self, readers: Sequence[WorkerView], writers: Sequence[WorkerView], itl_s: float
+        self, readers: Sequence[WorkerView], writers: Sequence[WorkerView]
     ) -> list[WorkerState] | None:
         """None if the cost of a worker's own kind of step is not known. A decode worker that has not read a prompt yet
         is taken to read like a prefill worker: both hold the same model.
@@ -180,7 +308,7 @@ class Predictor:
         known = [p.steps for p in readers if p.steps is not None and p.steps.is_mixed_known]
         if len(known) < len(readers):
             return None
-        states = [self._state(view, "prefill", view.steps, itl_s) for view in readers if view.steps]
+        states = [self._state(view, "prefill", view.steps) for view in readers if view.steps]
         for view in writers:
             steps = view.steps
             if steps is None or not steps.is_decode_known:
@@ -189,30 +317,32 @@ class Predictor:
                 if not known:
                     return None
                 steps = StepReport(steps.decode, known[0].mixed, steps.margin, steps.error, True, False)
-            states.append(self._state(view, "decode", steps, itl_s))
+            states.append(self._state(view, "decode", steps))
+        targets = {view.worker_id for view in writers}
         for view in readers:
             for peer_id, bytes_per_s in view.speeds:
                 pair = (view.worker_id, peer_id)
-                if bytes_per_s > 0 and pair not in self._timed:
+                if bytes_per_s > 0 and pair not in self._timed and peer_id in targets:
                     self._timed.add(pair)
                     self._links.observe(*pair, _PROBE_BYTES, _PROBE_BYTES / bytes_per_s)
         return states
 
-    def _state(self, view: WorkerView, role: RoleLabel, steps: StepReport, itl_s: float) -> WorkerState:
+    def _state(self, view: WorkerView, role: RoleLabel, steps: StepReport) -> WorkerState:
         block_size = self._engine.block_size
         used_tokens = (view.num_blocks - view.num_available_blocks) * block_size
         model = self._model(view.worker_id, steps)
         num_streams = view.num_requests if role == "decode" else 0
-        backlog_s = 0.0
+        now_s, backlog_s = self._clock(), 0.0
         if view.num_tokens:
-            backlog_s = model.prefill_s(view.num_tokens, 0, self._engine.max_chunk_tokens)
+            unread_s = model.prefill_s(view.num_tokens, 0, self._engine.max_chunk_tokens)
+            backlog_s = unread_s - (now_s - self._reading_since.get(view.worker_id, now_s))
         state = WorkerState(view.worker_id, model, role, view.num_blocks * block_size, view.max_num_seqs)
         state.running_streams = num_streams
         state.running_context = used_tokens if num_streams else 0
         state.used_tokens = used_tokens
-        state.prefill_free_s = self._clock() + backlog_s
+        state.prefill_free_s = now_s + max(backlog_s, 0.0)
         if num_streams:
-            state.gap_s = itl_s
+            state.gap_s = view.gap_s
         return state
 
     def _model(self, worker_id: str, steps: StepReport) -> StepModel:
@@ -223,12 +353,13 @@ class Predictor:
         model = StepModel(Coefficients(base_s, 0.0, 0.0, decode_s, context_s), Coefficients(*steps.mixed))
         model.margin = steps.margin
         self._models[worker_id] = (steps, model)
+        if steps.is_mixed_known:
+            self._typical = model
         return model
 
     def _checked(
         self,
         decision: Decision | None,
-        demand: Demand,
         prefills: Sequence[WorkerView],
         decodes: Sequence[WorkerView],
     ) -> Placement | None:
@@ -256,9 +387,11 @@ class Predictor:
         return keys
 
     def _forget_gone(self, live: set[str]) -> None:
-        for worker_id in self._indexed - live:
+        """All that is kept by worker, whether or not it ever read a prompt."""
+        for worker_id in self._known - live:
             self._index.drop_worker(worker_id)
             self._links.forget(worker_id)
             self._timed = {pair for pair in self._timed if worker_id not in pair}
             self._models.pop(worker_id, None)
-        self._indexed &= live
+            self._reading_since.pop(worker_id, None)
+        self._known = live

@@ -18,6 +18,7 @@ _SAME = (
     "model", "temperature", "top_p", "stream", "parallel_tool_calls", "seed", "stop", "min_p", "top_k", "cache_salt",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos", "min_tokens",
     "stop_token_ids", "structured_outputs", "chat_template_kwargs", "include_reasoning",
+    "service_tier",
 )  # fmt: skip
 _REFUSED = ("previous_response_id", "conversation", "prompt", "context_management", "max_tool_calls")
 _CHAT_NAMES = {

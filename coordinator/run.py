@@ -1,6 +1,6 @@
 """One attempt at a request on one pair of workers.
 
-    reserve ──► start ──► events: tokens by index, then Finished │ BatonError
+    dispatch ──► reserve ──► start ──► events: tokens by index, then Finished │ BatonError
                     close at any point: whoever has not told its end is told to forget the request
 
 The flow (flow.py) owns attempts and decides what follows a failed one.
@@ -36,8 +36,6 @@ Hold = Callable[[Role, str, str], None]
 
 class Observer(Protocol):
     """What metrics want to know of the flow."""
-
-    def queued(self, seconds: float) -> None: ...
 
     def placed(self, route: str) -> None: ...
 
@@ -82,13 +80,17 @@ class Run:
     def worker_ids(self) -> list[str]:
         return [link.info.worker_id for link in (self.prefill, self.decode) if link is not None]
 
-    async def reserve(self, deadline: float) -> None:
-        """Have decode grant all blocks. Raises its error, WorkerLostError, or OverloadedError when it is too slow."""
-        request = self.request
+    def dispatch(self) -> None:
+        """Ask decode for all blocks; from now on the request is load on its workers. Raises WorkerLostError."""
         self._subscribe(self.decode)
         if self.prefill is not None:
-            self._subscribe(self.prefill)  # counted as load from dispatch on
-        self.decode.send(Reserve(request, self._handoff_id, self._config.transfer.lease_s))
+            self._subscribe(self.prefill)
+        self.decode.send(Reserve(self.request, self._handoff_id, self._config.transfer.lease_s))
+
+    async def reserve(self, deadline: float) -> None:
+        """Wait for decode's grant of what `dispatch` asked for. Raises its error, WorkerLostError, or OverloadedError
+        when it is too slow.
+        """
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
                 link, event = await self._inbox.get()

@@ -20,6 +20,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
 
 from contracts.errors import RequestError, UnsupportedError
+from coordinator.promises import Tier
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000
@@ -95,6 +96,7 @@ class Params(BaseModel):
     stream_options: StreamOptions | None = None
     include_timings: bool = False
     echo: bool = False
+    service_tier: Tier | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -208,6 +210,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "thinking_token_budget": (),
     "suffix": ("",),
+    "priority": (0,),  # a number orders requests among each other; here classes do: x-baton-class
 }
 
 AnyParams = TypeVar("AnyParams", bound=Params)

@@ -4,12 +4,13 @@
              ↕ triage                            late:  crowded out for now, served when nobody ready can be
            late ---triage--> refused             refused: its latest start has passed (429/503 with retry_after_s)
 
+    order: resumed │ ready │ late │ without a promise │ batch │ best_effort
+           │         └─ in each of these, tenants that had more than their share come behind the others
+           └─ but every second place is for whoever is older than the age cap: no order starves anybody, nor do the old
+
 Binding is late: a request chooses its worker when one is about to be free, so wrong predictions cost little. When not
 everybody can be in time, triage keeps the largest number that can (Moore and Hodgson, 1968, for one machine; servers
 are counted as one that is so many times faster), and puts aside whoever costs most, tenants beyond their share first.
-
-Classes: interactive has deadlines; batch has none but rises to the front at `age_cap_s`; best_effort takes what is
-left, for ever.
 """
 
 from __future__ import annotations
@@ -17,18 +18,20 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count, islice
-from typing import ClassVar, Literal
+from itertools import chain, count, islice
+from typing import ClassVar
 
-ServiceClass = Literal["interactive", "batch", "best_effort"]
+from contracts.service import ServiceClass
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """`deadline_s`: when the first token is due, on the caller's clock; infinite without a promise. `service_s`:
     predicted device time from start to first token. `is_kept`: stays, though late, instead of being refused.
+    `is_resumed`: was accepted before and lost its worker; goes before all others and is never refused.
     """
 
     request_id: str
@@ -39,6 +42,7 @@ class Waiting:
     tenant: str = ""
     service_class: ServiceClass = "interactive"
     is_kept: bool = False
+    is_resumed: bool = False
 
     @property
     def latest_start_s(self) -> float:
@@ -55,16 +59,22 @@ class TenantShares:
         self._used: dict[str, float] = {}
         self._updated_s = 0.0
 
+    @property
+    def tenants(self) -> frozenset[str]:
+        return frozenset(self._used)
+
     def note(self, tenant: str, service_s: float, now_s: float) -> None:
         self._decay(now_s)
-        self._used[tenant] = self._used.get(tenant, 0.0) + service_s
+        self._used[tenant] = max(self._used.get(tenant, 0.0) + service_s, 0.0)
 
-    def excess(self, tenant: str) -> float:
-        """How many times its equal share a tenant had; at least 1, and 1 for a lone tenant."""
-        total = sum(self._used.values())
-        if len(self._used) < 2 or not total:
+    def excess(self, tenant: str, num_tenants: int = 0) -> float:
+        """How many times its equal share a tenant had; at least 1, and 1 for a lone tenant. `num_tenants`: all that
+        the time is to be shared by, if these are more than had any.
+        """
+        total, num_tenants = sum(self._used.values()), max(num_tenants, len(self._used))
+        if num_tenants < 2 or not total:
             return 1.0
-        return max(1.0, self._used.get(tenant, 0.0) * len(self._used) / total)
+        return max(1.0, self._used.get(tenant, 0.0) * num_tenants / total)
 
     def _decay(self, now_s: float) -> None:
         passed_s = now_s - self._updated_s
@@ -79,18 +89,24 @@ _Item = tuple[float, int, Waiting]  # (rank, arrival number, entry): ordered wit
 
 
 class WaitingQueue:
-    """Central, bounded by its owner through `len`. No clock: `now_s` is passed in."""
+    """Central, bounded by its owner through `surplus`. No clock: `now_s` is passed in."""
 
     MAX_RETRY_S: ClassVar[int] = 120  # clients do not obey longer ones
+    OVER_SHARE: ClassVar[float] = 1.25  # times its equal share: less is no excess but chance
 
     def __init__(self, age_cap_s: float = 30.0) -> None:
         self._age_cap_s = age_cap_s
         self._numbers = count()
+        self._resumed: list[_Item] = []  # by arrival
         self._ready: list[_Item] = []  # by latest start
         self._late: list[_Item] = []  # by latest start
-        self._patient: list[_Item] = []  # without deadline: batch, then best_effort, by arrival
+        self._patient: list[_Item] = []  # interactive without a promise: by arrival
+        self._batch: list[_Item] = []  # by arrival
+        self._best_effort: list[_Item] = []  # by arrival
         self._items: dict[str, tuple[list[_Item], _Item]] = {}
+        self._by_tenant: Counter[str] = Counter()
         self._backlog_s = 0.0
+        self._was_aged = False  # who was served last
         self.shares = TenantShares()
 
     def __len__(self) -> int:
@@ -104,26 +120,45 @@ class WaitingQueue:
         """Device time that the waiting requests need up to their first tokens."""
         return self._backlog_s
 
+    @property
+    def has_interactive(self) -> bool:
+        """Somebody waits before whom batch and best effort give way."""
+        return len(self) > len(self._batch) + len(self._best_effort)
+
+    @property
+    def num_newcomers(self) -> int:
+        return len(self) - len(self._resumed)
+
     def add(self, entry: Waiting) -> None:
         """Raises ValueError for an id that already waits."""
         if entry.request_id in self._items:
             raise ValueError(f"request_id: expected a new one but got {entry.request_id!r} again")
-        if entry.service_class == "interactive" and math.isfinite(entry.deadline_s):
+        if entry.is_resumed:
+            self._insert(self._resumed, entry.arrived_s, entry)
+        elif entry.service_class == "batch":
+            self._insert(self._batch, entry.arrived_s, entry)
+        elif entry.service_class == "best_effort":
+            self._insert(self._best_effort, entry.arrived_s, entry)
+        elif math.isfinite(entry.deadline_s):
             self._insert(self._ready, entry.latest_start_s, entry)
         else:
-            offset_s = 0.0 if entry.service_class != "best_effort" else 1e12
-            self._insert(self._patient, entry.arrived_s + offset_s, entry)
+            self._insert(self._patient, entry.arrived_s, entry)
+        self._by_tenant[entry.tenant] += 1
         self._backlog_s += entry.service_s
 
     def remove(self, request_id: str) -> Waiting | None:
-        """Leaves without being served (cancelled); None if it does not wait."""
+        """Leaves without being served (cancelled); None if it does not wait. Found by halving."""
         found = self._items.pop(request_id, None)
         if found is None:
             return None
         held_in, item = found
+        entry = item[2]
         del held_in[bisect.bisect_left(held_in, item[:2])]
-        self._backlog_s = self._backlog_s - item[2].service_s if self._items else 0.0
-        return item[2]
+        self._by_tenant[entry.tenant] -= 1
+        if not self._by_tenant[entry.tenant]:
+            del self._by_tenant[entry.tenant]
+        self._backlog_s = self._backlog_s - entry.service_s if self._items else 0.0
+        return entry
 
     def take(self, request_id: str, now_s: float) -> Waiting:
         """Leaves for a worker, and counts for its tenant. Raises KeyError if it does not wait."""
@@ -131,25 +166,77 @@ class WaitingQueue:
         if entry is None:
             raise KeyError(request_id)
         self.shares.note(entry.tenant, entry.service_s, now_s)
+        self._was_aged = self._is_aged(entry, now_s)
         return entry
 
+    def give_back(self, entry: Waiting, now_s: float) -> None:
+        """It was taken, and its worker had no room after all: it waits where it had waited."""
+        self.shares.note(entry.tenant, -entry.service_s, now_s)
+        self.add(entry)
+
+    def surplus(self) -> Waiting | None:
+        """Who leaves when one waits too many: of the last class that waits, the youngest of the tenant with most
+        waiting requests. None: only such wait as are never refused.
+        """
+        order = (self._best_effort, self._batch, (*self._ready, *self._late, *self._patient))
+        waiting = next((items for items in order if items), ())
+        numbers = Counter(entry.tenant for _, _, entry in waiting)
+        item = max(
+            waiting, key=lambda item: (numbers[item[2].tenant], item[2].arrived_s, item[1]), default=None
+        )
+        return None if item is None else item[2]
+
     def candidates(self, now_s: float, limit: int) -> list[Waiting]:
-        """The next `limit` in order: aged ones, ready, late, then those without a promise."""
+        """The next `limit` in order."""
         return list(islice(self._in_order(now_s), limit))
 
+    def next_due_s(self, now_s: float) -> float:
+        """When the next request becomes late that is not yet; infinite if none does."""
+        found = math.inf
+        for items in (self._ready, self._late):
+            position = bisect.bisect_right(items, (now_s, math.inf))
+            if position < len(items):
+                found = min(found, items[position][0])
+        return found
+
     def _in_order(self, now_s: float) -> Iterator[Waiting]:
-        aged: set[str] = set()
-        for _, _, entry in islice(self._patient, 4):  # a few: ages must not starve promises in turn
-            if entry.service_class == "batch" and now_s - entry.arrived_s >= self._age_cap_s:
-                aged.add(entry.request_id)
-                yield entry
-        for _, _, entry in self._ready:
+        for _, _, entry in self._resumed:
             yield entry
-        for _, _, entry in self._late:
+        over = self._over_share()
+        order = (self._ready, self._late, self._patient, self._batch, self._best_effort)
+        others = (
+            entry
+            for items in order
+            for entry in _fairly(items, over)
+            if items is self._ready or not self._is_aged(entry, now_s)
+        )
+        is_due = not self._was_aged
+        for entry in self._aged(now_s):
+            if not is_due:
+                yield from islice(others, 1)
             yield entry
-        for _, _, entry in self._patient:
-            if entry.request_id not in aged:
-                yield entry
+            is_due = False
+        yield from others
+
+    def _aged(self, now_s: float) -> list[Waiting]:
+        """The oldest first. Whoever is ready is in time, however old."""
+        waiting = chain(self._late, self._patient, self._batch)
+        aged = [entry for _, _, entry in waiting if self._is_aged(entry, now_s)]
+        aged.sort(key=lambda entry: entry.arrived_s)
+        return aged
+
+    def _is_aged(self, entry: Waiting, now_s: float) -> bool:
+        return entry.service_class != "best_effort" and now_s - entry.arrived_s >= self._age_cap_s
+
+    def _over_share(self) -> set[str]:
+        """Tenants that had more than their share, where somebody else waits."""
+        if len(self._by_tenant) < 2:
+            return set()
+        num_tenants = self._num_tenants()
+        return {t for t in self._by_tenant if self.shares.excess(t, num_tenants) > self.OVER_SHARE}
+
+    def _num_tenants(self) -> int:
+        return len(self.shares.tenants | self._by_tenant.keys())
 
     def triage(self, now_s: float, num_servers: float) -> list[Waiting]:
         """Sort those with a deadline into ready and late by what `num_servers` full-time prefill workers can do.
@@ -160,18 +247,17 @@ class WaitingQueue:
         promised = sorted(self._ready + self._late, key=_by_deadline)
         kept: list[tuple[float, int, _Item]] = []
         late: list[_Item] = []
-        queued_s = 0.0
+        queued_s, num_tenants = 0.0, self._num_tenants()
         for item in promised:
             entry = item[2]
             if entry.latest_start_s < now_s:
                 if not entry.is_kept:
                     hopeless.append(entry)
                     continue
-                if now_s - entry.arrived_s < self._age_cap_s:
-                    late.append(item)
-                    continue
+                late.append(item)
+                continue
             start_s = now_s + queued_s / max(num_servers, 1e-9)
-            weight = entry.service_s * self.shares.excess(entry.tenant)
+            weight = entry.service_s * self.shares.excess(entry.tenant, num_tenants)
             heapq.heappush(kept, (-weight, item[1], item))
             queued_s += entry.service_s
             if start_s + entry.service_s > entry.deadline_s:
@@ -198,6 +284,13 @@ class WaitingQueue:
         item = (rank, next(self._numbers), entry)
         bisect.insort(held_in, item)
         self._items[entry.request_id] = (held_in, item)
+
+
+def _fairly(items: list[_Item], over: set[str]) -> Iterable[Waiting]:
+    """In order, but tenants in `over` behind the others."""
+    if not over:
+        return (entry for _, _, entry in items)
+    return (entry for is_over in (False, True) for _, _, entry in items if (entry.tenant in over) == is_over)
 
 
 def _by_deadline(item: _Item) -> tuple[float, int]:

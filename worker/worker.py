@@ -91,8 +91,8 @@ class Worker:
         pool = config.prefill if role == "prefill" else config.decode
         self._clock = AwakeClock()
         self._steps = StepMeter()
-        itl_ms = config.slo.itl_ms
-        self._sizer = None if itl_ms is None else ChunkSizer(self._steps, itl_ms / 1000.0, self._clock)
+        itl_s = config.slo.tightest_itl_s
+        self._sizer = None if itl_s is None else ChunkSizer(self._steps, itl_s, self._clock)
         self._watchdog = Watchdog(self._clock, self._trouble, pool.health_check_timeout_s, on_stuck)
 
     @property

@@ -7,11 +7,15 @@ A context variable carries it, so no route and no form has to know that there is
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from contracts.config_gateway import TenantLimits
+from contracts.config_slo import SloConfig
+from contracts.service import Service
 from coordinator.gateway.limits import TenantQuota
+from coordinator.promises import Tier, read_service
 
 DEFAULT_TENANT = "default"
 """Everybody, while no keys are asked for."""
@@ -34,7 +38,8 @@ class Caller:
 class RequestContext:
     """One generation request. `deadline` is in the time of the event loop; None: the server's own alone.
 
-    `salt_prefix` separates the prefix caches of tenants, "" where there is only one.
+    `salt_prefix` separates the prefix caches of tenants, "" where there is only one. `service`: class and promises,
+    once the body is read.
     """
 
     caller: Caller
@@ -43,10 +48,19 @@ class RequestContext:
     request_id: str = ""
     deadline: float | None = None
     salt_prefix: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    service: Service | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     _seen: list[tuple[int, ...]] = field(default_factory=list)
+
+    def settle(self, slo: SloConfig, tier: Tier | None, model: str) -> None:
+        """Class and promises from headers, body and key. Raises RequestError, PermissionDenied: see read_service."""
+        if self.caller.is_batch:
+            self.service = slo.service("batch", model, self.caller.tenant)
+            return
+        self.service = read_service(slo, self.headers, tier, model, self.caller.tenant, self.limits.classes)
 
     def read(self, prompt_ids: tuple[int, ...], now: float) -> None:
         """Charge a prompt, once however many outputs it has. Raises RateLimitError, RequestError: see TenantQuota."""

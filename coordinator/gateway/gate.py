@@ -1,6 +1,7 @@
 """How batch lines give way: as many at once as configured while nobody else asks, one alone while somebody does.
 
-First come, first served among the lines. Callers never wait here.
+With promises (`slo`) the line before placement knows better what the others can spare, and this gate only counts. First
+come, first served among the lines. Callers never wait here.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from contextlib import asynccontextmanager, contextmanager
 class Gate:
     """Counts callers' requests and lets lines through beside them."""
 
-    def __init__(self, max_lines: int) -> None:
+    def __init__(self, max_lines: int, gives_way: bool = True) -> None:
         self.max_lines = max_lines
+        self._gives_way = gives_way
         self._num_callers = 0
         self._num_lines = 0
         self._turn = asyncio.Lock()
@@ -38,7 +40,7 @@ class Gate:
     async def line(self) -> AsyncIterator[None]:
         """One batch line; entered when there is room for it."""
         async with self._turn:
-            while self._num_lines >= (1 if self._num_callers else self.max_lines):
+            while self._num_lines >= (1 if self._num_callers and self._gives_way else self.max_lines):
                 self._changed.clear()
                 await self._changed.wait()
             self._num_lines += 1

@@ -88,7 +88,7 @@ class Gateway:
         self.idempotent = AnswerStore(settings.stored_answer_bytes, settings.idempotency_ttl_s)
         self.cached = AnswerStore(settings.stored_answer_bytes, settings.response_cache_ttl_s)
         self.ledger = self._open_ledger(state_dir(config))
-        self.gate = Gate(settings.batch_concurrency)
+        self.gate = Gate(settings.batch_concurrency, gives_way=not config.slo.is_set)
         self.jobs = Jobs(config, state_dir(config), self.gate, drain, metrics)
 
     def install(self, app: Any, on_error: OnError) -> None:
@@ -213,6 +213,7 @@ class _Exchange:
             gateway.quotas.of(caller.tenant, now),
             scope.get(REQUEST_ID, ""),
             salt_prefix=f"{caller.tenant}/" if gateway.keys is not None else "",
+            headers=Headers(scope=scope),
         )
         self._status = 0
         self._is_replay = False

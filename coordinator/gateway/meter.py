@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from contracts.errors import DeadlineError
 from contracts.request import Finished, GenerateRequest, Token
+from contracts.service import Service
 from coordinator.backend import Backend, Capacity, Readiness, TokenStream, WorkerAudit
 from coordinator.gateway.context import CURRENT, RequestContext
 from coordinator.predict import Record
@@ -26,10 +27,12 @@ class MeteredBackend:
     def __init__(self, inner: Backend) -> None:
         self._inner = inner
 
-    def generate(self, request: GenerateRequest, deadline_s: float | None) -> TokenStream:
+    def generate(
+        self, request: GenerateRequest, deadline_s: float | None, service: Service | None = None
+    ) -> TokenStream:
         context = CURRENT.get()
         if context is None:
-            return self._inner.generate(request, deadline_s)
+            return self._inner.generate(request, deadline_s, service)
         return _MeteredStream(self._inner, request, deadline_s, context)
 
     def readiness(self) -> Readiness:
@@ -94,7 +97,7 @@ class _MeteredStream:
                 raise _late()
             deadline_s = rest_s if deadline_s is None else min(deadline_s, rest_s)
         logger.debug("request %s generates as %s", context.request_id, request.request_id)
-        self._stream = self._backend.generate(_within(request, context), deadline_s)
+        self._stream = self._backend.generate(_within(request, context), deadline_s, context.service)
         return self._stream
 
 

@@ -12,6 +12,7 @@ from contracts.blocks import BlockAudit
 from contracts.errors import ContextLengthError, DeadlineError
 from contracts.messages import BlockOwner, PeerEvent, PeerStatus, Status
 from contracts.request import Finished, GenerateRequest, Token
+from contracts.service import Service
 from coordinator.backend import Capacity, PoolReadiness, Readiness, WorkerAudit, WorkerStatus
 from coordinator.placement import Placement
 from coordinator.predict import Record
@@ -42,6 +43,7 @@ class FakeBackend:
         self.limit = max_total_tokens
         self.num_cached = num_cached
         self.requests: list[GenerateRequest] = []
+        self.services: list[Service | None] = []
         self.running: set[str] = set()
         self.ended: list[str] = []
         self.started = asyncio.Event()
@@ -49,10 +51,11 @@ class FakeBackend:
         self.is_ready = True
 
     async def generate(
-        self, request: GenerateRequest, deadline_s: float | None
+        self, request: GenerateRequest, deadline_s: float | None, service: Service | None = None
     ) -> AsyncGenerator[Token | Finished, None]:
         assert request.request_id not in self.running, "ids must be unique"
         self.requests.append(request)
+        self.services.append(service)
         self.running.add(request.request_id)
         self.idle.clear()
         self.started.set()

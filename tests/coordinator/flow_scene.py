@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
@@ -27,8 +28,22 @@ class Recorder:
     held: set[tuple[str, str]] = field(default_factory=set)
     on_handed_off: Callable[[], None] = lambda: None
 
-    def queued(self, seconds: float) -> None:
+    waiting_now: Counter[str] = field(default_factory=Counter)
+    refusals: list[tuple[str, str]] = field(default_factory=list)
+    promises: list[tuple[str, str]] = field(default_factory=list)
+
+    def waiting(self, service_class: str, change: int) -> None:
+        self.waiting_now[service_class] += change
+        assert self.waiting_now[service_class] >= 0
+
+    def queued(self, service_class: str, seconds: float) -> None:
         assert seconds >= 0
+
+    def refused(self, service_class: str, reason: str) -> None:
+        self.refusals.append((service_class, reason))
+
+    def promised(self, service_class: str, met: str) -> None:
+        self.promises.append((service_class, met))
 
     def placed(self, route: str) -> None:
         self.routes.append(route)
@@ -78,6 +93,9 @@ async def scene(*workers: FakeWorker, **overrides: object) -> AsyncIterator[Scen
         yield Scene(flow, fleet, recorder, {worker.worker_id: worker for worker in workers})
         assert flow.num_running == 0
         assert flow.num_waiting == 0
+        assert not recorder.waiting_now.total()
+        assert not flow._asked
+        assert not flow._room._held
         assert all(link.num_requests == 0 for link in fleet.links())
     finally:
         await fleet.close()

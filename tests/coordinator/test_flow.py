@@ -262,7 +262,7 @@ async def test_a_full_line_refuses_at_once_with_a_retry_time() -> None:
             while s.flow.num_waiting == 0:
                 await asyncio.sleep(0)
         with pytest.raises(OverloadedError, match="queue is full") as caught:
-            await collect(s, request())
+            await collect(s, replace(request(), request_id="one too many"))
         assert caught.value.retry_after_s == 2  # one before it, and nothing is known of the pace yet
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)

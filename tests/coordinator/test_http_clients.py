@@ -252,7 +252,7 @@ async def test_a_reader_that_is_stuck_ends_its_request() -> None:
 async def test_a_client_that_stops_reading_is_cut_off_and_its_request_ended() -> None:
     """On a real connection with small buffers: an endless answer fills them, and then nothing moves any more."""
 
-    async def endless(request: GenerateRequest, deadline_s: float | None) -> AsyncGenerator[Token, None]:
+    async def endless(request: GenerateRequest, *_: object) -> AsyncGenerator[Token, None]:
         backend.running.add(request.request_id)
         try:
             for index in count():

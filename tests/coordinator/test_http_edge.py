@@ -96,7 +96,7 @@ async def test_one_failed_choice_fails_the_request_and_stops_the_others() -> Non
 async def test_a_backend_without_terminal_event_is_our_fault() -> None:
     async with service() as s:
 
-        async def silent(request: Any, deadline_s: float | None) -> Any:
+        async def silent(*_: object) -> Any:
             return
             yield
 
@@ -111,7 +111,7 @@ async def test_the_edge_keeps_the_deadline_if_the_backend_does_not(
     monkeypatch.setattr("coordinator.outputs._DEADLINE_GRACE_S", 0.0)
     async with service(config=make_config(coordinator={"request_timeout_s": 0.02})) as s:
 
-        async def stuck(request: Any, deadline_s: float | None) -> Any:
+        async def stuck(*_: object) -> Any:
             await asyncio.Event().wait()
             yield Finished("stop")
 
@@ -178,8 +178,10 @@ async def test_decisions_are_told_with_the_numbers_of_every_option() -> None:
         [option] = decision.pop("options")
         assert decision == {
             "request_id": "r.1",
+            "class": "interactive",
             "prompt_tokens": 7,
             "left_ms": 500.0,
+            "slack_ms": None,
             "rule": "predicted",
             "verdict": "placed",
             "route": "remote",
@@ -252,13 +254,13 @@ async def test_behind_a_proxy_that_hides_clients_only_the_key_opens_the_audit(fo
 
 def test_metrics_hear_what_the_flow_tells() -> None:
     metrics = Metrics()
-    metrics.queued(0.3)
+    metrics.queued("batch", 0.3)
     metrics.placed("remote")
     metrics.handed_off(1000, 0.01)
     metrics.continued("worker_lost")
     text = metrics.render().decode()
     for line in (
-        "baton_queue_seconds_sum 0.3",
+        'baton_queue_seconds_sum{class="batch"} 0.3',
         'baton_placements_total{route="remote"} 1.0',
         "baton_handoff_bytes_total 1000.0",
         "baton_handoff_exposed_seconds_count 1.0",

@@ -6,11 +6,12 @@ import math
 import random
 from collections.abc import Mapping
 
+from contracts.service import ServiceClass
 from policy.chunks import Cadence
 from policy.fleet import RoleLabel, WorkerState
 from policy.link_model import LinkModel
 from policy.place import Job, Placer, PlaceRules
-from policy.queue import ServiceClass, Waiting
+from policy.queue import Waiting
 from policy.step_model import Coefficients, StepModel, Work
 
 # 10 ms to read the weights, 100 µs a prompt token, 20 µs a stream, 10 ns a token of context.
@@ -76,5 +77,8 @@ def make_waiting(
     tenant: str = "",
     service_class: ServiceClass = "interactive",
     is_kept: bool = False,
+    is_resumed: bool = False,
 ) -> Waiting:
-    return Waiting(request_id, arrived_s, deadline_s, service_s, 0, tenant, service_class, is_kept)
+    return Waiting(
+        request_id, arrived_s, deadline_s, service_s, 0, tenant, service_class, is_kept, is_resumed
+    )

@@ -134,3 +134,147 @@ def test_an_id_waits_once() -> None:
     assert queue.remove("b") is None
     with pytest.raises(KeyError):
         queue.take("b", 0.0)
+
+
+def test_order_is_by_class_whatever_came_first() -> None:
+    queue = WaitingQueue()
+    for arrived_s, name in enumerate(("best_effort", "batch", "interactive")):
+        queue.add(make_waiting(name, math.inf, arrived_s=float(arrived_s), service_class=name))  # type: ignore[arg-type]
+    queue.add(make_waiting("promised", 9.0, arrived_s=3.0))
+    queue.add(make_waiting("resumed", math.inf, arrived_s=4.0, is_resumed=True))
+    assert order(queue) == ["resumed", "promised", "interactive", "batch", "best_effort"]
+    assert (queue.has_interactive, queue.num_newcomers) == (True, 4)
+    for name in ("resumed", "promised", "interactive"):
+        queue.take(name, 5.0)
+    assert not queue.has_interactive
+
+
+def test_the_resumed_are_neither_triaged_nor_surplus() -> None:
+    queue = WaitingQueue()
+    queue.add(make_waiting("resumed", math.inf, is_resumed=True))
+    assert queue.triage(100.0, 1.0) == []
+    assert queue.surplus() is None
+    assert queue.next_due_s(0.0) == math.inf
+
+
+def test_every_second_place_is_for_whoever_is_too_old() -> None:
+    queue = WaitingQueue(age_cap_s=30.0)
+    for number in range(4):
+        queue.add(make_waiting(f"old-{number}", math.inf, arrived_s=0.1 * number))
+    for number in range(2):
+        queue.add(make_waiting(f"chat-{number}", 41.0 + number, arrived_s=40.0))
+    assert order(queue, 20.0)[:2] == ["chat-0", "chat-1"]
+    expected = ["old-0", "chat-0", "old-1", "chat-1", "old-2", "old-3"]
+    assert order(queue, 40.0) == expected
+    for name in expected:  # and so it is when they are taken one by one
+        assert order(queue, 40.0)[0] == name
+        queue.take(name, 40.0)
+
+
+def test_a_refused_place_is_paid_back() -> None:
+    queue = WaitingQueue()
+    queue.add(make_waiting("a", tenant="t"))
+    entry = queue.take("a", 0.0)
+    queue.give_back(entry, 0.0)
+    assert order(queue) == ["a"]
+    assert queue.shares.excess("t", 2) == 1.0
+
+
+def test_the_next_due_is_the_next_latest_start_that_has_not_passed() -> None:
+    queue = WaitingQueue()
+    queue.add(make_waiting("a", 1.0, 0.5))
+    queue.add(make_waiting("b", 3.0, 0.5))
+    assert (queue.next_due_s(0.0), queue.next_due_s(1.0), queue.next_due_s(3.0)) == (0.5, 2.5, math.inf)
+
+
+SERVICE_S = 0.1
+LIMIT = 64
+
+
+def waits_of_modest(greedy_per_s: float, modest_per_s: float, ttft_s: float) -> list[float]:
+    """One server, FIFO arrivals of two tenants for a minute; how long the modest one's requests waited."""
+    arrivals = sorted(
+        (number / rate + 0.001 * offset, tenant)
+        for offset, (tenant, rate) in enumerate((("greedy", greedy_per_s), ("modest", modest_per_s)))
+        if rate
+        for number in range(int(60 * rate))
+    )
+    queue, waits, now_s, number = WaitingQueue(), [], 0.0, 0
+    while number < len(arrivals) or len(queue):
+        if not len(queue):
+            now_s = max(now_s, arrivals[number][0])
+        while number < len(arrivals) and arrivals[number][0] <= now_s:
+            arrived_s, tenant = arrivals[number]
+            queue.add(
+                make_waiting(
+                    f"{tenant}-{number}", arrived_s + ttft_s, SERVICE_S, arrived_s, tenant, is_kept=True
+                )
+            )
+            if len(queue) > LIMIT:
+                surplus = queue.surplus()
+                assert surplus is not None
+                assert surplus.tenant == "greedy"
+                queue.remove(surplus.request_id)
+            number += 1
+        queue.triage(now_s, 1.0)
+        entry = queue.take(queue.candidates(now_s, 1)[0].request_id, now_s)
+        if entry.tenant == "modest":
+            waits.append(now_s - entry.arrived_s)
+        now_s += SERVICE_S
+    return waits
+
+
+@pytest.mark.parametrize("ttft_s", [math.inf, 1.0, 30.0], ids=["no promise", "tight", "loose"])
+def test_a_tenant_that_offers_ten_times_as_much_does_not_make_the_other_wait(ttft_s: float) -> None:
+    alone = waits_of_modest(0.0, 3.0, ttft_s)
+    beside = waits_of_modest(30.0, 3.0, ttft_s)
+    assert len(beside) == len(alone)  # nothing of it is refused
+    assert max(alone) < 1e-9
+    assert max(beside) <= 2.5 * SERVICE_S  # whoever is being served is not interrupted
+    assert sum(beside) / len(beside) < SERVICE_S
+
+
+ENTRIES = st.lists(
+    st.tuples(
+        st.sampled_from(["interactive", "batch", "best_effort"]),
+        st.sampled_from(["a", "b", "c"]),
+        st.one_of(st.just(math.inf), st.floats(0.5, 50.0)),
+        st.booleans(),
+    ),
+    max_size=12,
+)
+
+
+@settings(deadline=None)
+@given(entries=ENTRIES, taken=st.lists(st.integers(0, 11), max_size=6), now_s=st.floats(0.0, 60.0))
+def test_everyone_is_in_the_order_once_and_classes_never_mix(
+    entries: list[tuple[str, str, float, bool]], taken: list[int], now_s: float
+) -> None:
+    queue = WaitingQueue(age_cap_s=30.0)
+    made = {}
+    for number, (service_class, tenant, deadline_s, is_resumed) in enumerate(entries):
+        name = str(number)
+        made[name] = make_waiting(
+            name,
+            math.inf if is_resumed else deadline_s,
+            0.2,
+            0.1 * number,
+            tenant,
+            service_class,  # type: ignore[arg-type]
+            is_kept=True,
+            is_resumed=is_resumed,
+        )
+        queue.add(made[name])
+    for number in taken:
+        if str(number) in queue:
+            queue.take(str(number), 0.0)
+            del made[str(number)]
+    queue.triage(now_s, 1.0)
+    found = order(queue, now_s)
+    assert sorted(found) == sorted(made)
+    resumed = [name for name in found if made[name].is_resumed]
+    assert found[: len(resumed)] == resumed
+    rest = [made[name] for name in found[len(resumed) :]]
+    fresh = [e for e in rest if now_s - e.arrived_s < 30.0]
+    ranks = [("interactive", "batch", "best_effort").index(e.service_class) for e in fresh]
+    assert ranks == sorted(ranks)
