@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from contracts.config_section import Section
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 _HOOK = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
@@ -18,11 +20,7 @@ Hook = Annotated[str, Field(pattern=_HOOK)]
 """`package.module:function`."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class TenantLimits(_Section):
+class TenantLimits(Section):
     """What one tenant may take. Empty: no limit."""
 
     requests_per_minute: int | None = Field(

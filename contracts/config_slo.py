@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from contracts.config_section import Section
 
 
-class SloConfig(BaseModel):
+class SloConfig(Section):
     """The two promises to users. Both or neither; they guide placement and refuse nobody."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     ttft_ms: float | None = Field(
         None,
