@@ -59,7 +59,6 @@ from engine.text.tokenizer import TextModel
 
 # Rendering and tokenising less than this takes well under 5 ms.
 _MAX_INLINE_BYTES = 4096
-_BODY_TIMEOUT_S = 60.0
 _SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ENDPOINTS = {
     "/v1/chat/completions": "chat",
@@ -268,7 +267,7 @@ class Edge:
         return response
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        return await read_json(request, self._config.server.max_body_bytes, _BODY_TIMEOUT_S)
+        return await read_json(request, self._config.server.max_body_bytes)
 
     def _answer(self, endpoint: Endpoint, params: Params, prompts: list[Prompt], shape: Shape) -> Response:
         capacity = self._backend.capacity()

@@ -53,7 +53,6 @@ REQUEST_ID = "baton.request_id"
 
 _OPEN = ("/health", "/ready", "/metrics", "/version")
 _BATCH = ("/v1/files", "/v1/batches")
-_BODY_TIMEOUT_S = 60.0
 _MAX_TIMEOUT_S = 86_400.0
 _CLIENT_LEFT = 499
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
@@ -261,7 +260,7 @@ class _Exchange:
         if not reads and not gateway.guards.has_output and self._context.limits.max_output_tokens is None:
             await self._app(self._scope, receive, send)
             return
-        body = await read_json(Request(self._scope, receive), gateway.max_body_bytes, _BODY_TIMEOUT_S)
+        body = await read_json(Request(self._scope, receive), gateway.max_body_bytes)
         again = replay(encode(body), receive)
         if key is not None:
             fingerprint = fingerprint_of(self._endpoint, body)

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from coordinator.gateway.store import JobStore
 
 _ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
-_BODY_TIMEOUT_S = 60.0
 _UPLOAD_TIMEOUT_S = 600.0
 _CHUNK_BYTES = 1 << 16
 _MULTIPART_BYTES = 1 << 16  # what surrounds the file in an upload
@@ -133,7 +132,7 @@ class Jobs:
     async def create_batch(self, request: Request) -> Response:
         self._drain.check()
         store, caller = await self._ready(request), cast(Caller, request.scope[CALLER])
-        body = await read_json(request, self._config.server.max_body_bytes, _BODY_TIMEOUT_S)
+        body = await read_json(request, self._config.server.max_body_bytes)
         _check_batch(body)
         source = await self._threads.run(store.file, caller.tenant, body["input_file_id"])
         if source.purpose != "batch":
