@@ -126,10 +126,9 @@ class Grammars:
 
     def compile(self, source: str) -> GrammarState:
         """The state before the first token. Raises RequestError for what is no grammar, or too large a one."""
-        if len(source) > MAX_SOURCE_BYTES:
-            raise RequestError(
-                f"expected a grammar of at most {MAX_SOURCE_BYTES} bytes but got {len(source)}"
-            )
+        num_bytes = len(source.encode())
+        if num_bytes > MAX_SOURCE_BYTES:
+            raise RequestError(f"expected a grammar of at most {MAX_SOURCE_BYTES} bytes but got {num_bytes}")
         with self._lock:
             state = self._kept.get(source)
             if state is None:
