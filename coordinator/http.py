@@ -97,6 +97,7 @@ def make_app(
     edge = Edge(config, text, MeteredBackend(backend), metrics, sees_clients, drain)
     app = FastAPI(
         title="Baton",
+        redirect_slashes=False,  # a route is its exact path: a redirect would lose the scheme behind a proxy
         openapi_url=None,  # its generator knows nothing of these routes; openapi.py does
         routes=[
             Route("/v1/chat/completions", edge.chat, methods=["POST"]),
@@ -163,8 +164,9 @@ class Edge:
     async def responses(self, request: Request) -> Response:
         self._drain.check()
         body = await self._body(request)
+        chat = chat_body(body)
         with named_as_responses():
-            return await self._chat("responses", chat_body(body), mirror(body))
+            return await self._chat("responses", chat, mirror(body))
 
     async def _chat(
         self, endpoint: Endpoint, body: dict[str, Any], repeated: dict[str, Any] | None = None

@@ -34,7 +34,7 @@ from coordinator.metrics import Metrics
 if TYPE_CHECKING:
     from coordinator.gateway.store import JobStore
 
-_ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _UPLOAD_TIMEOUT_S = 600.0
 _CHUNK_BYTES = 1 << 16
 _MULTIPART_BYTES = 1 << 16  # what surrounds the file in an upload

@@ -34,9 +34,17 @@ _JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"( |\n[ \t]{0,24})?", "l
 _MAX_MESSAGE = 400
 
 
-def json_grammar(schema: dict[str, Any]) -> str:
-    """One JSON value of this schema; keys come in its order."""
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS))  # type: ignore[arg-type]
+def json_grammar(schema: dict[str, Any], whitespace: str | None = None) -> str:
+    """One JSON value of this schema; keys come in its order. `whitespace`: a regex of what may stand between its parts,
+    "" for nothing.
+    """
+    options = dict(_JSON_OPTIONS)
+    if whitespace is not None:
+        options["whitespace_pattern"] = whitespace
+    if whitespace == "":
+        del options["whitespace_pattern"]
+        options["whitespace_flexible"] = False
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))  # type: ignore[arg-type]
 
 
 def regex_grammar(pattern: str) -> str:

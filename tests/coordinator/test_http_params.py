@@ -45,6 +45,21 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("bad_words", [""]),
     ("bad_words", "x"),
     ("structured_outputs", {}),
+    ("structured_outputs", {"json": {}, "whitespace_pattern": 5}),
+    ("structured_outputs", {"json": {}, "whitespace_pattern": "("}),
+    ("structured_outputs", {"json": {}, "disable_any_whitespace": "no"}),
+    ("structured_outputs", {"json_object": 1}),
+    ("guided_json", 5),
+    ("guided_json", {"type": "hiccup"}),
+    ("guided_regex", "("),
+    ("guided_regex", ["a"]),
+    ("guided_choice", "a"),
+    ("guided_choice", []),
+    ("guided_grammar", "root ::= ((("),
+    ("guided_whitespace_pattern", " "),
+    ("prompt_logprobs", -1),
+    ("prompt_logprobs", 21),
+    ("prompt_logprobs", True),
     ("structured_outputs", {"regex": "a", "choice": ["b"]}),
     ("structured_outputs", {"regex": "("}),
     ("structured_outputs", {"json": ""}),
@@ -108,8 +123,6 @@ WRONG_TYPE: list[tuple[str, Any]] = [
 ]
 
 NOT_BUILT: list[tuple[str, Any]] = [
-    ("guided_json", {"type": "object"}),
-    ("guided_json", {}),
     ("structured_outputs", {"structural_tag": "x"}),
     ("response_format", {"type": "structural_tag"}),
     ("functions", [{"name": "f"}]),
@@ -117,7 +130,6 @@ NOT_BUILT: list[tuple[str, Any]] = [
     ("modalities", ["text", "audio"]),
     ("prediction", {"type": "content", "content": "x"}),
     ("use_beam_search", True),
-    ("prompt_logprobs", 1),
     ("chat_template", "{{ x }}"),
     ("truncate_prompt_tokens", -1),
 ]
