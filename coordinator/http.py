@@ -200,15 +200,14 @@ class Edge:
         return self._answer("completions", params, prompts, shape)
 
     async def models(self, request: Request) -> Response:
-        names = (self._model, *self._config.gateway.aliases_of(self._model))
-        return json_response(
-            {"object": "list", "data": [{**self._model_card(), "id": name} for name in names]}
-        )
+        names = self._config.gateway.names_of(self._model)
+        return json_response({"object": "list", "data": [self._model_card(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model_id"]
-        self._require_model(name)
-        return json_response({**self._model_card(), "id": name})
+        if name not in self._config.gateway.names_of(self._model):
+            self._require_model(name)
+        return json_response(self._model_card(name))
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request)
@@ -289,8 +288,12 @@ class Edge:
         if self._config.gateway.aliases.get(name, name) != self._model:
             raise ModelNotFoundError(f"model: expected {self._model!r} but got {name[:100]!r}", param="model")
 
-    def _model_card(self) -> dict[str, Any]:
-        return {**self._card, "max_model_len": self._backend.capacity().max_total_tokens}
+    def _model_card(self, name: str) -> dict[str, Any]:
+        """How long a model of another server may be is not known here."""
+        card = {**self._card, "id": name}
+        if self._config.gateway.aliases.get(name, name) != self._model:
+            return card
+        return {**card, "max_model_len": self._backend.capacity().max_total_tokens}
 
 
 class RequestScope:
