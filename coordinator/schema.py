@@ -265,6 +265,10 @@ def parse_completion(body: dict[str, Any]) -> CompletionParams:
     if body.get("tools"):
         raise UnsupportedError("tools: only chats have tools", param="tools")
     params = _validated(CompletionParams, body)
+    if params.best_of is not None and params.best_of < params.n:
+        raise RequestError(
+            f"best_of: expected at least n={params.n} but got {params.best_of}", param="best_of"
+        )
     if params.best_of is not None and params.best_of > 1:
         raise UnsupportedError("best_of: only 1 is supported", param="best_of")
     if params.max_tokens == 0 and not params.echo:

@@ -16,7 +16,7 @@ from contracts.errors import RequestError, UnsupportedError
 from coordinator.body import parse_object
 from coordinator.reading import THINK, THINK_END, Reading
 from coordinator.schema import ChatParams, shown
-from coordinator.tools import Tools, call_grammar, format_of
+from coordinator.tools import MAX_DEPTH, Tools, call_grammar, format_of, strict_grammar
 from engine.text.grammar import (
     LazyGrammars,
     choice_grammar,
@@ -26,7 +26,6 @@ from engine.text.grammar import (
 )
 from engine.text.tokenizer import TextModel
 
-MAX_DEPTH = 64
 MAX_CHOICES = 10_000
 COMPILE_TIMEOUT_S = 5.0
 _STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
@@ -75,13 +74,16 @@ def completion_shape(body: dict[str, Any]) -> Shape:
 def chat_shape(body: dict[str, Any], params: ChatParams, tools: Tools | None, text: TextModel) -> Shape:
     """As `completion_shape`, with tools and reasoning; `begins_in_thought` waits for the prompt."""
     shape = completion_shape(body)
-    reading = Reading()
+    reading, is_free = Reading(), not shape.grammar
     if tools is not None:
         if shape.grammar:
             raise RequestError(f"{shape.param}: expected no tools beside it", param=shape.param)
         form = format_of(text)
         if tools.is_forced:
-            shape = Shape(call_grammar(tools, form, text), "tools")
+            shape, is_free = Shape(call_grammar(tools, form, text), "tools"), False
+        elif tools.is_strict:
+            shape = Shape(strict_grammar(tools, form, text, (THINK, THINK_END)), "tools")
+            is_free = form.mark is not None
         reading = Reading(
             make_reader=lambda: form.reader(tools),
             is_single=not tools.is_parallel,
@@ -89,9 +91,9 @@ def chat_shape(body: dict[str, Any], params: ChatParams, tools: Tools | None, te
             reason_of_calls="stop" if tools.choice == "named" else "tool_calls",
             shown_ids=_special(text, form.marks),
         )
-    # NOTE: a grammar holds from the first token on, so there is no reasoning to be read before it.
+    # NOTE: a grammar holds from the first token on, so there is no reasoning before it, unless it begins with any text.
     is_continued = params.continue_final_message or not params.add_generation_prompt
-    if text.template is not None and text.template.thinks and not shape.grammar and not is_continued:
+    if text.template is not None and text.template.thinks and is_free and not is_continued:
         reading = replace(
             reading,
             thinks=True,

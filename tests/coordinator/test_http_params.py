@@ -227,6 +227,7 @@ async def test_chat_refusals_name_their_field(fields: dict[str, Any], param: str
         ({"prompt": ["a"] * 100, "n": 2}, "n"),
         ({"suffix": " end"}, "suffix"),
         ({"best_of": 2}, "best_of"),
+        ({"best_of": 1, "n": 2}, "best_of"),
         ({"best_of": True}, "best_of"),
         ({"best_of": "1"}, "best_of"),
         ({"logprobs": True}, "logprobs"),

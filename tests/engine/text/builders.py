@@ -14,10 +14,13 @@ CHATML = (
 )
 
 
-def make_text(template: str | None = CHATML, adds_start: bool = False, **extra: object) -> TextModel:
+def make_text(
+    template: str | None = CHATML, adds_start: bool = False, specials: tuple[str, ...] = (), **extra: object
+) -> TextModel:
     """256 byte tokens (ids 0..255 are those bytes), then `<|im_start|>` 256 and `<|im_end|>` 257 (EOS).
 
-    `adds_start`: 256 is put before what is encoded with special tokens, as a BOS would be.
+    `specials`: further special tokens, from 258 on. `adds_start`:
+    256 is put before what is encoded with special tokens, as a BOS would be.
     """
     alphabet = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in alphabet]
@@ -26,7 +29,7 @@ def make_text(template: str | None = CHATML, adds_start: bool = False, **extra: 
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
-        [AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)]
+        [AddedToken(mark, special=True) for mark in ("<|im_start|>", "<|im_end|>", *specials)]
     )
     if adds_start:
         tokenizer.post_processor = processors.TemplateProcessing(
