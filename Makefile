@@ -3,6 +3,7 @@
 # make test    install what is missing, run all tests
 # make bench   five minutes of measurements: two pools against one, a table, a verdict, a report
 # make check   ruff, mypy --strict, layer test
+# make smoke   install LangChain and LiteLLM, and talk to a server through each
 # make clean   remove .venv and caches of tools (models in ~/.cache/baton stay)
 
 PORT   ?=
@@ -21,7 +22,7 @@ TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch,torch==2.13.0)
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.baton-installed
 
-.PHONY: serve stop test browser check bench setup clean
+.PHONY: serve stop test browser clients smoke check bench setup clean
 
 serve: setup
 	@exec $(PY) -m coordinator.launch $(if $(PORT),--port '$(PORT)') $(if $(HOST),--host '$(HOST)') $(if $(MODEL),--model '$(MODEL)') $(if $(CONFIG),--config '$(CONFIG)')
@@ -47,7 +48,7 @@ $(STAMP): pyproject.toml
 # Two files at a time where no test looks at the clock; what starts clusters or measures time, one after the other.
 ALONE := tests/benchmarks tests/cluster tests/deploy
 
-test: setup browser
+test: setup browser clients
 	@$(PY) -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(ALONE))
 	@$(PY) -m pytest $(ALONE)
 
@@ -60,6 +61,22 @@ browser:
 	if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
 	  echo "installing Chromium for the tests of the report"; apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium >/dev/null; \
 	else echo "no Chromium found: the browser tests will fail; install it or set BROWSER_PATH"; fi
+
+# What tests/clients run: the official npm package, pinned with its hash in package-lock.json, beside the tests.
+CLIENTS := tests/clients/node_modules/.package-lock.json
+
+clients: $(CLIENTS)
+
+$(CLIENTS): tests/clients/package-lock.json
+	@if ! command -v npm >/dev/null && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+	  echo "installing node and npm for the tests of clients"; apt-get update -qq && apt-get install -qq -y --no-install-recommends nodejs npm >/dev/null; fi
+	@if command -v npm >/dev/null; then npm ci --silent --ignore-scripts --no-audit --no-fund --prefix tests/clients && touch $@; \
+	else echo "no npm found: the tests of the npm package will fail; install node 20 or newer"; fi
+
+# LangChain and LiteLLM against a server of scripted answers; beside the tests, since their installation is long.
+smoke: setup
+	@$(PY) -m pip install --quiet --editable '.[clients]'
+	@$(PY) -m tests.clients.smoke
 
 check: setup
 	@$(VENV)/bin/ruff check .

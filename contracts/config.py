@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from contracts.config_faults import explain
 from contracts.config_gateway import GatewayConfig
+from contracts.config_section import Section
 from contracts.config_slo import SloConfig
 from contracts.errors import ConfigError
 
@@ -25,11 +26,7 @@ _WILDCARD_HOSTS = ("0.0.0.0", "::", "*")
 _OWN_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")  # Ray counts these under other options
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """What is served."""
 
     path: str | None = Field(
@@ -49,7 +46,7 @@ class ModelConfig(_Section):
     )
 
 
-class EngineConfig(_Section):
+class EngineConfig(Section):
     """One worker's engine."""
 
     device: Literal["auto", "cpu", "cuda"] = Field(
@@ -89,7 +86,7 @@ class EngineConfig(_Section):
     )
 
 
-class PoolConfig(_Section):
+class PoolConfig(Section):
     """One pool: a Serve deployment."""
 
     num_replicas: int = Field(1, ge=0, description="Workers in the pool.")
@@ -130,7 +127,7 @@ class DecodePoolConfig(PoolConfig):
     )
 
 
-class CoordinatorConfig(_Section):
+class CoordinatorConfig(Section):
     """Admission, placement, deadlines."""
 
     num_replicas: int = Field(1, ge=1, description="Ingress replicas.")
@@ -182,7 +179,7 @@ class CoordinatorConfig(_Section):
     )
 
 
-class TransferConfig(_Section):
+class TransferConfig(Section):
     """KV handoff."""
 
     host: str | None = Field(
@@ -230,7 +227,7 @@ class TransferConfig(_Section):
     )
 
 
-class ServerConfig(_Section):
+class ServerConfig(Section):
     """The HTTP edge."""
 
     host: str = Field(
@@ -244,7 +241,7 @@ class ServerConfig(_Section):
     max_choices: int = Field(128, ge=1, description="Largest n × prompts of one request.")
 
 
-class BatonConfig(_Section):
+class BatonConfig(Section):
     """Everything."""
 
     model: ModelConfig = Field(default_factory=ModelConfig, description="What is served.")

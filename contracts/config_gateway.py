@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from contracts.config_section import Section
 from contracts.service import CLASSES, ServiceClass
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -20,11 +21,7 @@ Hook = Annotated[str, Field(pattern=_HOOK)]
 """`package.module:function`."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class TenantLimits(_Section):
+class TenantLimits(Section):
     """What one tenant may take. Empty: no limit."""
 
     requests_per_minute: int | None = Field(
@@ -50,6 +47,19 @@ class TenantLimits(_Section):
     )
 
 
+class Upstream(Section):
+    """A model that another server serves."""
+
+    url: str = Field(
+        description="The other server, without /v1: scheme://host[:port][/path].",
+        pattern=r"^https?://[^/\s]+",
+    )
+    model: str | None = Field(None, description="The model's name there. Empty: the same.")
+    key_file: str | None = Field(
+        None, description="File with the API key that the other server asks for. Empty: it asks for none."
+    )
+
+
 class GatewayConfig(TenantLimits):
     """Keys, limits, the usage ledger, batches, hooks. The limits here are those of tenants without limits of their own."""
 
@@ -72,6 +82,14 @@ class GatewayConfig(TenantLimits):
     )
     aliases: dict[str, str] = Field(
         default_factory=dict, description="Further names of the model: {alias: served name}."
+    )
+    upstreams: dict[str, Upstream] = Field(
+        default_factory=dict,
+        description="Models that other servers with OpenAI's endpoints serve, under this one's keys, limits and guards, e.g. {big: {url: 'http://10.0.0.7:8000'}}.",
+    )
+    fallbacks: dict[str, list[str]] = Field(
+        default_factory=dict,
+        description="Models to be asked in turn when one cannot take a request now, e.g. {big: [small]}: this server's own or those of upstreams.",
     )
     state_dir: str | None = Field(
         None,
@@ -130,8 +148,10 @@ class GatewayConfig(TenantLimits):
                 )
         return self
 
-    def aliases_of(self, model: str) -> list[str]:
-        return [alias for alias, name in self.aliases.items() if name == model]
+    def names_of(self, model: str) -> list[str]:
+        """Every name that a client may use, where `model` is the server's own."""
+        served = [model, *self.upstreams]
+        return served + [alias for alias, name in self.aliases.items() if name in served]
 
     def limits_of(self, tenant: str) -> TenantLimits:
         """The tenant's own limits, else the section's."""
@@ -142,6 +162,10 @@ def type_text(annotation: Any) -> str | None:
     """How the reference page writes the types that only this section has; None: as the others."""
     if annotation == dict[TenantName, TenantLimits]:
         return "tenant: limits"
+    if annotation == dict[str, Upstream]:
+        return "name: server"
+    if annotation == dict[str, list[str]]:
+        return "name: names"
     if annotation == dict[str, str]:
         return "name: name"
     if getattr(annotation, "__origin__", None) is list:

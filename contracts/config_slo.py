@@ -7,16 +7,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from contracts.config_section import Section
 from contracts.service import Service, ServiceClass
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class Promise(_Section):
+class Promise(Section):
     """The two promises to users. Empty: as without it."""
 
     ttft_ms: float | None = Field(

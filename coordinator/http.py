@@ -60,7 +60,6 @@ from engine.text.tokenizer import TextModel
 
 # Rendering and tokenising less than this takes well under 5 ms.
 _MAX_INLINE_BYTES = 4096
-_BODY_TIMEOUT_S = 60.0
 _SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ENDPOINTS = {
     "/v1/chat/completions": "chat",
@@ -99,6 +98,7 @@ def make_app(
     edge = Edge(config, text, MeteredBackend(backend), metrics, sees_clients, drain)
     app = FastAPI(
         title="Baton",
+        redirect_slashes=False,  # a route is its exact path: a redirect would lose the scheme behind a proxy
         openapi_url=None,  # its generator knows nothing of these routes; openapi.py does
         routes=[
             Route("/v1/chat/completions", edge.chat, methods=["POST"]),
@@ -165,8 +165,9 @@ class Edge:
     async def responses(self, request: Request) -> Response:
         self._drain.check()
         body = await self._body(request)
+        chat = chat_body(body)
         with named_as_responses():
-            return await self._chat("responses", chat_body(body), mirror(body))
+            return await self._chat("responses", chat, mirror(body))
 
     async def _chat(
         self, endpoint: Endpoint, body: dict[str, Any], repeated: dict[str, Any] | None = None
@@ -200,15 +201,14 @@ class Edge:
         return self._answer("completions", params, prompts, shape)
 
     async def models(self, request: Request) -> Response:
-        names = (self._model, *self._config.gateway.aliases_of(self._model))
-        return json_response(
-            {"object": "list", "data": [{**self._model_card(), "id": name} for name in names]}
-        )
+        names = self._config.gateway.names_of(self._model)
+        return json_response({"object": "list", "data": [self._model_card(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model_id"]
-        self._require_model(name)
-        return json_response({**self._model_card(), "id": name})
+        if name not in self._config.gateway.names_of(self._model):
+            self._require_model(name)
+        return json_response(self._model_card(name))
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request)
@@ -269,7 +269,7 @@ class Edge:
         return response
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        return await read_json(request, self._config.server.max_body_bytes, _BODY_TIMEOUT_S)
+        return await read_json(request, self._config.server.max_body_bytes)
 
     def _answer(self, endpoint: Endpoint, params: Params, prompts: list[Prompt], shape: Shape) -> Response:
         context = CURRENT.get()
@@ -292,8 +292,12 @@ class Edge:
         if self._config.gateway.aliases.get(name, name) != self._model:
             raise ModelNotFoundError(f"model: expected {self._model!r} but got {name[:100]!r}", param="model")
 
-    def _model_card(self) -> dict[str, Any]:
-        return {**self._card, "max_model_len": self._backend.capacity().max_total_tokens}
+    def _model_card(self, name: str) -> dict[str, Any]:
+        """How long a model of another server may be is not known here."""
+        card = {**self._card, "id": name}
+        if self._config.gateway.aliases.get(name, name) != self._model:
+            return card
+        return {**card, "max_model_len": self._backend.capacity().max_total_tokens}
 
 
 class RequestScope:

@@ -12,20 +12,29 @@ from contextlib import contextmanager
 from typing import Any
 
 from contracts.errors import RequestError, UnsupportedError
-from coordinator.schema import shown
+from coordinator.schema import REFUSED, shown
 
 _SAME = (
     "model", "temperature", "top_p", "stream", "parallel_tool_calls", "seed", "stop", "min_p", "top_k", "cache_salt",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos", "min_tokens",
-    "stop_token_ids", "structured_outputs", "chat_template_kwargs", "include_reasoning",
-    "service_tier",
+    "modalities", "stop_token_ids", "structured_outputs", "chat_template_kwargs", "include_reasoning",
+    "allowed_token_ids", "bad_words", "include_stop_str_in_output", "skip_special_tokens", "guided_json",
+    "guided_regex", "guided_choice", "guided_grammar", "guided_json_object", "guided_whitespace_pattern",
+    "service_tier", *REFUSED,
 )  # fmt: skip
+# A chat's, and no field here: to drop one would answer something else than was asked.
+_FOREIGN: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "logprobs": (False,), "echo": (False,), "prompt_logprobs": (), "messages": (), "response_format": (),
+    "max_tokens": (), "max_completion_tokens": (), "add_generation_prompt": (True,), "add_special_tokens": (False,),
+    "continue_final_message": (False,), "include_timings": (False,), "return_tokens_as_token_ids": (False,),
+}  # fmt: skip
 _REFUSED = ("previous_response_id", "conversation", "prompt", "context_management", "max_tool_calls")
 _CHAT_NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "response_format": "text",
+    "reasoning_effort": "reasoning",
 }
 _CALL_TYPES = ("function_call", "function_call_output", "reasoning", "message", None)
 
@@ -41,8 +50,13 @@ def chat_body(body: dict[str, Any]) -> dict[str, Any]:
     if body.get("top_logprobs") or body.get("include") not in (None, [], ["reasoning.encrypted_content"]):
         name = "top_logprobs" if body.get("top_logprobs") else "include"
         raise UnsupportedError(f"{name}: not supported by this server", param=name)
+    for name, inert_values in _FOREIGN.items():
+        value = body.get(name)
+        if value is not None and not any(value is item for item in inert_values):
+            raise UnsupportedError(f"{name}: no field of /v1/responses", param=name)
     chat = {name: body[name] for name in _SAME if body.get(name) is not None}
     chat["messages"] = _messages(body)
+    chat["reasoning_effort"] = _effort(body.get("reasoning"))
     chat["max_completion_tokens"] = body.get("max_output_tokens")
     chat["tools"] = _tools(body.get("tools"))
     chat["tool_choice"] = _tool_choice(body.get("tool_choice"))
@@ -143,6 +157,12 @@ def _tool_choice(value: Any) -> Any:
     if isinstance(value, dict) and value.get("type") == "function":
         return {"type": "function", "function": _picked(value, "name")}
     return value
+
+
+def _effort(value: Any) -> Any:
+    if not isinstance(value, dict | None):
+        raise RequestError(f"reasoning: expected an object but got {shown(value)}", param="reasoning")
+    return (value or {}).get("effort")
 
 
 def _format(value: Any) -> Any:

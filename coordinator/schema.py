@@ -15,7 +15,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from functools import cache
 from itertools import islice
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
 
@@ -31,7 +31,8 @@ _MAX_SPELLED = 64
 _LIKENESS = 0.85  # `stops` is like `stop`, `top_a` is not like `top_p`
 _READ_ELSEWHERE = (
     "messages", "prompt", "tools", "tool_choice", "parallel_tool_calls", "modalities", "response_format",
-    "structured_outputs",
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object",
+    "guided_whitespace_pattern",
 )  # fmt: skip
 
 
@@ -42,6 +43,7 @@ def _as_list(value: Any) -> Any:
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Word = Annotated[str, Field(min_length=1, max_length=200)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
@@ -97,6 +99,7 @@ class Params(BaseModel):
     include_timings: bool = False
     echo: bool = False
     service_tier: Tier | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
     @model_validator(mode="before")
     @classmethod
@@ -115,7 +118,8 @@ class Params(BaseModel):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        return None
+        """Alternatives wanted per token of the prompt, in whichever form; None: nothing of it."""
+        return self.prompt_logprobs
 
     @property
     def includes_timings(self) -> bool:
@@ -144,6 +148,7 @@ class ChatParams(Params):
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = Field({}, max_length=64)
     include_reasoning: bool = True
+    reasoning_effort: Effort | None = None
 
     @property
     def token_limit(self) -> tuple[str, int | None]:
@@ -170,18 +175,22 @@ class CompletionParams(Params):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Alternatives wanted per token of the prompt: with `echo` it is listed like the output."""
-        return self.logprobs if self.echo else None
+        """With `echo` the prompt is listed like the output."""
+        asked = [
+            count
+            for count in (self.prompt_logprobs, self.logprobs if self.echo else None)
+            if count is not None
+        ]
+        return max(asked, default=None)
 
 
 # Field -> values that ask for nothing, and so may pass. Any other value is refused.
-_REFUSED: dict[str, tuple[Any, ...]] = {
+REFUSED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
     "audio": (),
     "prediction": (),
     "web_search_options": (),
-    "prompt_logprobs": (),
     "logprob_token_ids": ([],),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
@@ -189,12 +198,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "chat_template": (),
     "mm_processor_kwargs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
     "regex": (),
     "ebnf": (),
     "json_schema": (),
@@ -211,6 +214,11 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
     "suffix": ("",),
     "priority": (0,),  # a number orders requests among each other; here classes do: x-baton-class
+    "spaces_between_special_tokens": (True,),
+    "separate_reasoning": (True,),
+    "vllm_xargs": ({},),
+    "custom_logit_processor": (),
+    "return_hidden_states": (False,),
 }
 
 AnyParams = TypeVar("AnyParams", bound=Params)
@@ -241,7 +249,16 @@ def parse_chat(body: dict[str, Any]) -> ChatParams:
         raise UnsupportedError(
             f"chat_template_kwargs.{key}: cannot be set here", param="chat_template_kwargs"
         )
-    return params
+    return params.model_copy(update={"chat_template_kwargs": _told_effort(params)})
+
+
+def _told_effort(params: ChatParams) -> dict[str, Any]:
+    """The effort as templates know it, behind what the client tells the template itself."""
+    effort = params.reasoning_effort
+    if effort is None:
+        return params.chat_template_kwargs
+    told = {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
+    return told | params.chat_template_kwargs
 
 
 def parse_completion(body: dict[str, Any]) -> CompletionParams:
@@ -251,6 +268,10 @@ def parse_completion(body: dict[str, Any]) -> CompletionParams:
     if body.get("tools"):
         raise UnsupportedError("tools: only chats have tools", param="tools")
     params = _validated(CompletionParams, body)
+    if params.best_of is not None and params.best_of < params.n:
+        raise RequestError(
+            f"best_of: expected at least n={params.n} but got {params.best_of}", param="best_of"
+        )
     if params.best_of is not None and params.best_of > 1:
         raise UnsupportedError("best_of: only 1 is supported", param="best_of")
     if params.max_tokens == 0 and not params.echo:
@@ -267,6 +288,8 @@ def _validated(kind: type[AnyParams], body: dict[str, Any]) -> AnyParams:
         raise _explained(error) from None
     if params.stream_options is not None and not params.stream:
         raise RequestError("stream_options: expected stream=true beside it", param="stream_options")
+    if params.prompt_logprobs is not None and params.stream:
+        raise RequestError("prompt_logprobs: expected stream=false beside it", param="prompt_logprobs")
     _, limit = params.token_limit
     if limit is not None and params.min_tokens > limit:
         raise RequestError(
@@ -276,7 +299,7 @@ def _validated(kind: type[AnyParams], body: dict[str, Any]) -> AnyParams:
 
 
 def _refuse_unbuilt(body: dict[str, Any]) -> None:
-    for name, inert in _REFUSED.items():
+    for name, inert in REFUSED.items():
         value = body.get(name)
         if value is not None and not any(type(value) is type(item) and value == item for item in inert):
             raise UnsupportedError(f"{name}: not supported by this server", param=name)
@@ -287,7 +310,7 @@ def _refuse_unbuilt(body: dict[str, Any]) -> None:
 
 @cache
 def _known_fields(kind: type[Params]) -> frozenset[str]:
-    return frozenset((*kind.model_fields, *_REFUSED, *_READ_ELSEWHERE))
+    return frozenset((*kind.model_fields, *REFUSED, *_READ_ELSEWHERE))
 
 
 def _refuse_misspelt(kind: type[Params], body: dict[str, Any]) -> None:

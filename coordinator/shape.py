@@ -1,4 +1,5 @@
-"""What an output must look like, and how it is read: `response_format`, `structured_outputs`, tools, reasoning.
+"""What an output must look like, and how it is read: `response_format`, `structured_outputs` (and `guided_…`, its
+older names), tools, reasoning.
 
     body ─► Shape: a grammar (empty: none) and a Reading         the grammar is compiled here first: a bad one is a 400
 
@@ -15,7 +16,7 @@ from contracts.errors import RequestError, UnsupportedError
 from coordinator.body import parse_object
 from coordinator.reading import THINK, THINK_END, Reading
 from coordinator.schema import ChatParams, shown
-from coordinator.tools import Tools, call_grammar, format_of
+from coordinator.tools import MAX_DEPTH, Tools, call_grammar, format_of, strict_grammar
 from engine.text.grammar import (
     LazyGrammars,
     choice_grammar,
@@ -25,11 +26,22 @@ from engine.text.grammar import (
 )
 from engine.text.tokenizer import TextModel
 
-MAX_DEPTH = 64
 MAX_CHOICES = 10_000
 COMPILE_TIMEOUT_S = 5.0
 _STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
-_HINTS = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+_WRITING = (
+    "disable_fallback",
+    "disable_any_whitespace",
+    "disable_additional_properties",
+    "whitespace_pattern",
+)
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json_object": "json_object",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,25 +59,31 @@ PLAIN = Shape()
 
 def completion_shape(body: dict[str, Any]) -> Shape:
     """Raises RequestError naming the field that is wrong, UnsupportedError for a form that is not built."""
-    structures = [_response_format(body.get("response_format")), _structured(body.get("structured_outputs"))]
+    structures = (
+        _response_format(body.get("response_format")),
+        _structured(body.get("structured_outputs")),
+        _guided(body),
+    )
     found = [shape for shape in structures if shape is not None]
     if len(found) > 1:
-        raise RequestError(
-            "structured_outputs: expected no response_format beside it", param="structured_outputs"
-        )
+        first, second = found[0].param, found[1].param
+        raise RequestError(f"{second}: expected no {first} beside it", param=second)
     return found[0] if found else PLAIN
 
 
 def chat_shape(body: dict[str, Any], params: ChatParams, tools: Tools | None, text: TextModel) -> Shape:
     """As `completion_shape`, with tools and reasoning; `begins_in_thought` waits for the prompt."""
     shape = completion_shape(body)
-    reading = Reading()
+    reading, is_free = Reading(), not shape.grammar
     if tools is not None:
         if shape.grammar:
             raise RequestError(f"{shape.param}: expected no tools beside it", param=shape.param)
         form = format_of(text)
         if tools.is_forced:
-            shape = Shape(call_grammar(tools, form, text), "tools")
+            shape, is_free = Shape(call_grammar(tools, form, text), "tools"), False
+        elif tools.is_strict:
+            shape = Shape(strict_grammar(tools, form, text, (THINK, THINK_END)), "tools")
+            is_free = form.mark is not None
         reading = Reading(
             make_reader=lambda: form.reader(tools),
             is_single=not tools.is_parallel,
@@ -73,9 +91,9 @@ def chat_shape(body: dict[str, Any], params: ChatParams, tools: Tools | None, te
             reason_of_calls="stop" if tools.choice == "named" else "tool_calls",
             shown_ids=_special(text, form.marks),
         )
-    # NOTE: a grammar holds from the first token on, so there is no reasoning to be read before it.
+    # NOTE: a grammar holds from the first token on, so there is no reasoning before it, unless it begins with any text.
     is_continued = params.continue_final_message or not params.add_generation_prompt
-    if text.template is not None and text.template.thinks and not shape.grammar and not is_continued:
+    if text.template is not None and text.template.thinks and is_free and not is_continued:
         reading = replace(
             reading,
             thinks=True,
@@ -129,7 +147,7 @@ def _response_format(value: Any) -> Shape | None:
                 f"response_format.json_schema: expected a name and a schema but got {shown(named)}",
                 param=param,
             )
-        return Shape(_schema(named.get("schema", {}), param), param)
+        return Shape(_schema(named.get("schema", {}), param, _Writing()), param)
     if kind in ("structural_tag", "grammar"):
         raise UnsupportedError(f"response_format: {kind} is not supported by this server", param=param)
     raise RequestError(
@@ -138,7 +156,7 @@ def _response_format(value: Any) -> Shape | None:
 
 
 def _structured(value: Any) -> Shape | None:
-    """vLLM's field: exactly one kind."""
+    """vLLM's field: exactly one kind, and how JSON is written."""
     param = "structured_outputs"
     if value is None:
         return None
@@ -146,39 +164,88 @@ def _structured(value: Any) -> Shape | None:
         raise RequestError(f"{param}: expected an object but got {shown(value)}", param=param)
     given = {key: item for key, item in value.items() if item not in (None, False)}
     for key in given:
-        if key not in (*_STRUCTURES, *_HINTS):
+        if key not in (*_STRUCTURES, *_WRITING):
             raise UnsupportedError(f"{param}.{shown(key)}: not supported by this server", param=param)
     kinds = [key for key in given if key in _STRUCTURES]
     if len(kinds) != 1:
         raise RequestError(
             f"{param}: expected exactly one of {', '.join(_STRUCTURES)} but got {len(kinds)}", param=param
         )
-    return Shape(_structure(kinds[0], given[kinds[0]], param), param)
+    (kind,) = kinds
+    writing = _writing(given, param)
+    return Shape(_structure(kind, given[kind], _Field(f"{param}.{kind}", param), writing), param)
 
 
-def _structure(kind: str, value: Any, param: str) -> str:
+def _guided(body: dict[str, Any]) -> Shape | None:
+    """The same by vLLM's older names, which many clients still send."""
+    given = [name for name in _GUIDED if body.get(name) not in (None, False)]
+    whitespace = body.get("guided_whitespace_pattern")
+    if not given:
+        if whitespace is not None:
+            param = "guided_whitespace_pattern"
+            raise RequestError(f"{param}: expected guided_json beside it", param=param)
+        return None
+    if len(given) > 1:
+        raise RequestError(f"{given[1]}: expected no {given[0]} beside it", param=given[1])
+    (name,) = given
+    writing = _writing({"whitespace_pattern": whitespace}, "guided_whitespace_pattern")
+    return Shape(_structure(_GUIDED[name], body[name], _Field(name, name), writing), name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Writing:
+    """How JSON is written: a regex of its white space (None: our own), whether objects have only the keys they name."""
+
+    whitespace: str | None = None
+    is_closed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """Where a value stands in the body: in words, and as an error's `param`."""
+
+    name: str
+    param: str
+
+    def expected(self, what: str, value: Any) -> RequestError:
+        return RequestError(f"{self.name}: expected {what} but got {shown(value)}", param=self.param)
+
+
+def _writing(given: dict[str, Any], param: str) -> _Writing:
+    for key in ("disable_any_whitespace", "disable_additional_properties", "disable_fallback"):
+        if given.get(key) not in (None, True):
+            raise RequestError(f"{param}.{key}: expected true or false", param=param)
+    whitespace = given.get("whitespace_pattern")
+    if not isinstance(whitespace, str | None):
+        raise RequestError(f"{param}: expected a pattern but got {shown(whitespace)}", param=param)
+    if given.get("disable_any_whitespace"):
+        whitespace = ""
+    return _Writing(whitespace, bool(given.get("disable_additional_properties")))
+
+
+def _structure(kind: str, value: Any, field: _Field, writing: _Writing) -> str:
     if kind == "json_object":
-        return json_grammar({"type": "object"})
+        if value is not True:
+            raise field.expected("true or false", value)
+        return json_grammar({"type": "object"}, writing.whitespace)
     if kind == "json":
-        return _schema(value, param)
+        return _schema(value, field.param, writing)
     if kind == "choice":
         is_list = isinstance(value, list) and 0 < len(value) <= MAX_CHOICES
         if not is_list or not all(isinstance(item, str) and item for item in value):
-            raise RequestError(
-                f"{param}.choice: expected a list of texts but got {shown(value)}", param=param
-            )
+            raise field.expected("a list of texts", value)
         return choice_grammar(value)
     if not isinstance(value, str) or not value:
-        raise RequestError(f"{param}.{kind}: expected text but got {shown(value)}", param=param)
+        raise field.expected("text", value)
     if kind == "regex":
         return regex_grammar(value)
     try:
         return ebnf_grammar(value)
     except RequestError as error:
-        raise RequestError(f"{param}.{error.message}", param=param) from error
+        raise RequestError(f"{field.name}: {error.message}", param=field.param) from error
 
 
-def _schema(value: Any, param: str) -> str:
+def _schema(value: Any, param: str, writing: _Writing) -> str:
     if isinstance(value, str):
         try:
             value = parse_object(value.encode())
@@ -188,7 +255,17 @@ def _schema(value: Any, param: str) -> str:
         raise RequestError(f"{param}: expected a JSON Schema object but got {shown(value)}", param=param)
     if _is_deeper(value, MAX_DEPTH):
         raise RequestError(f"{param}: expected a schema of at most {MAX_DEPTH} levels", param=param)
-    return json_grammar(value)
+    return json_grammar(_closed(value) if writing.is_closed else value, writing.whitespace)
+
+
+def _closed(schema: Any) -> Any:
+    """The schema with objects that may have only the keys they name, where it does not say otherwise."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner = {key: _closed(value) for key, value in schema.items()}
+    return {"additionalProperties": False, **inner} if schema.get("type") == "object" else inner
 
 
 def _is_deeper(value: Any, limit: int) -> bool:

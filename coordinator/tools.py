@@ -1,7 +1,7 @@
 """What a client's `tools` and `tool_choice` ask for, and what a model's own format makes of it.
 
     tools, tool_choice ──► Tools ──┬─► the template's `tools`, or a system message for a template that knows none
-                                   ├─► a grammar, if a call is required
+                                   ├─► a grammar, if a call is required, or must be right once it has begun (`strict`)
                                    └─► a reader of the output
 
 The format is chosen by the model's chat template, which is where a model's authors write down what it was trained on.
@@ -26,11 +26,13 @@ from coordinator.call_readers import (
     MistralReader,
 )
 from coordinator.calls import CallReader
+from coordinator.json_schema import fault_in
 from coordinator.schema import shown
 from engine.text.grammar import inline_json, lark_grammar
 from engine.text.tokenizer import TextModel
 
 MAX_TOOLS = 128
+MAX_DEPTH = 64  # of a schema
 MAX_CALLS = 16  # that a grammar allows in one answer
 _NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,128}")
 
@@ -42,6 +44,7 @@ class Tool:
     name: str
     source: dict[str, Any]  # as the client wrote it, for the template
     parameters: dict[str, Any]
+    is_strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,11 @@ class Tools:
     @property
     def is_forced(self) -> bool:
         return self.choice in ("required", "named")
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether a call of the model's own will has to be right."""
+        return any(tool.is_strict for tool in self.tools)
 
 
 def read_tools(body: dict[str, Any]) -> Tools | None:
@@ -118,6 +126,11 @@ def _tool(item: Any, where: str) -> Tool:
         raise RequestError(
             f"{where}.function.description: expected text but got {shown(description)}", param="tools"
         )
+    if not isinstance(function.get("strict"), bool | None):
+        raise RequestError(
+            f"{where}.function.strict: expected true or false but got {shown(function['strict'])}",
+            param="tools",
+        )
     parameters = function.get("parameters")
     if parameters is None:
         parameters = {}
@@ -126,8 +139,11 @@ def _tool(item: Any, where: str) -> Tool:
             f"{where}.function.parameters: expected a JSON Schema of an object but got {shown(parameters)}",
             param="tools",
         )
+    if (fault := fault_in(parameters, MAX_DEPTH)) is not None:
+        raise RequestError(f"{where}.function.parameters: {fault}", param="tools")
     shape = {"type": "object", "properties": {}, **parameters}
-    return Tool(name, {"type": "function", "function": {**function, "parameters": shape}}, {**shape})
+    source = {"type": "function", "function": {**function, "parameters": shape}}
+    return Tool(name, source, {**shape}, function.get("strict") is True)
 
 
 def _choice(value: Any) -> tuple[Choice, str | None]:
@@ -149,15 +165,20 @@ def _choice(value: Any) -> tuple[Choice, str | None]:
 
 
 class ToolFormat(Protocol):
-    """How one family writes calls. `marks`: special tokens that its reader must see."""
+    """How one family writes calls. `marks`: special tokens that its reader must see. `mark`: what calls begin with,
+    after whatever text; None: a call is the whole output, and begins with its brace.
+    """
 
     @property
     def marks(self) -> tuple[str, ...]: ...
 
+    @property
+    def mark(self) -> str | None: ...
+
     def reader(self, tools: Tools) -> CallReader: ...
 
     def rules(self, tools: Tools, text: TextModel) -> tuple[str, str, str]:
-        """Lark: what comes before the first call, between two, and behind the last, around the rule `call`."""
+        """Lark: what comes between `mark` and the first call, between two, and behind the last."""
 
     def call(self, name: str, text: TextModel) -> tuple[str, str]:
         """Lark: what stands before and behind a call's arguments."""
@@ -165,20 +186,21 @@ class ToolFormat(Protocol):
 
 class Hermes:
     marks = (OPEN, CLOSE)
+    mark = OPEN
 
     def reader(self, tools: Tools) -> CallReader:
         return HermesReader()
 
     def rules(self, tools: Tools, text: TextModel) -> tuple[str, str, str]:
-        return "", '"\\n"', ""
+        return "", f'"\\n" {literal(OPEN, text)}', ""
 
     def call(self, name: str, text: TextModel) -> tuple[str, str]:
-        head = json.dumps(f'\n{{"name": "{name}", "arguments": ')
-        return f"{literal(OPEN, text)} {head}", f'"}}\\n" {literal(CLOSE, text)}'
+        return json.dumps(f'\n{{"name": "{name}", "arguments": '), f'"}}\\n" {literal(CLOSE, text)}'
 
 
 class Llama3:
     marks = (PYTHON_TAG,)
+    mark = None
 
     def reader(self, tools: Tools) -> CallReader:
         return LlamaReader(tools.names)
@@ -192,25 +214,29 @@ class Llama3:
 
 class Mistral:
     marks = (TOOL_CALLS, ARGS)
+    mark = TOOL_CALLS
 
     def reader(self, tools: Tools) -> CallReader:
         return MistralReader()
 
     def rules(self, tools: Tools, text: TextModel) -> tuple[str, str, str]:
         if text.token_id(ARGS) is not None:
-            return "", "", ""
-        return f'{literal(TOOL_CALLS, text)} "["', '", "', '"]"'
+            return "", literal(TOOL_CALLS, text), ""
+        return '"["', '", "', '"]"'
 
     def call(self, name: str, text: TextModel) -> tuple[str, str]:
         if text.token_id(ARGS) is not None:
-            return f"{literal(TOOL_CALLS, text)} {json.dumps(name)} {literal(ARGS, text)}", ""
+            return f"{json.dumps(name)} {literal(ARGS, text)}", ""
         return json.dumps(f'{{"name": "{name}", "arguments": '), '"}"'
 
 
 def literal(mark: str, text: TextModel) -> str:
     """A mark in Lark: by id where it is a special token, which no text may spell, else by its letters."""
-    token_id = text.token_id(mark)
-    return f"<[{token_id}]>" if token_id is not None and token_id in text.special_ids else json.dumps(mark)
+    return f"<[{text.token_id(mark)}]>" if _is_special(mark, text) else json.dumps(mark)
+
+
+def _is_special(mark: str, text: TextModel) -> bool:
+    return text.token_id(mark) in text.special_ids
 
 
 def format_of(text: TextModel) -> ToolFormat:
@@ -228,17 +254,44 @@ def format_of(text: TextModel) -> ToolFormat:
 
 def call_grammar(tools: Tools, form: ToolFormat, text: TextModel) -> str:
     """An output that is one call, or up to MAX_CALLS if they may be parallel, and nothing else."""
+    mark = literal(form.mark, text) if form.mark else ""
+    return lark_grammar("\n".join([f"start: {mark} calls", *_call_rules(tools, form, text)]))
+
+
+def strict_grammar(tools: Tools, form: ToolFormat, text: TextModel, kept: tuple[str, ...] = ()) -> str:
+    """Any text; but what begins as a call is one of these calls, with the arguments of its schema where it is strict.
+
+    `kept`: marks that may stand in the text, although as special tokens they are no text.
+    """
+    rules = _call_rules(tools, form, text)
+    if form.mark is None:
+        tag = f"{literal(PYTHON_TAG, text)}?" if _is_special(PYTHON_TAG, text) else ""
+        free = r"TEXT: /[ \t\r\n]*[^{ \t\r\n](.|\n)*/"
+        return lark_grammar("\n".join([f"start: {tag} calls | TEXT?", free, *rules]))
+    marks = [literal(mark, text) for mark in kept if _is_special(mark, text)]
+    marked = "".join(f" | TEXT {mark}" for mark in marks)
+    # A mark that is text would be swallowed by the text before it, if that were not lazy; a special token ends it.
+    name = "open" if _is_special(form.mark, text) else "open[lazy]"
+    lines = [
+        f"start: (step{marked})* TEXT",
+        "step: open calls",
+        f"{name}: TEXT {literal(form.mark, text)}",
+        r"TEXT: /(.|\n)*/",
+    ]
+    return lark_grammar("\n".join([*lines, *rules]))
+
+
+def _call_rules(tools: Tools, form: ToolFormat, text: TextModel) -> list[str]:
+    """Lark: `calls` is what follows the first mark."""
     first, between, last = form.rules(tools, text)
     more = f"({between} call){{0,{MAX_CALLS - 1}}}" if tools.is_parallel else ""
-    calls = " | ".join(f"call_{i}" for i in range(len(tools.tools)))
-    lines = [f"start: {first} call {more} {last}", f"call: {calls}"]
+    names = " | ".join(f"call_{i}" for i in range(len(tools.tools)))
+    lines = [f"calls: {first} call {more} {last}", f"call: {names}"]
     for i, tool in enumerate(tools.tools):
         before, behind = form.call(tool.name, text)
-        lines += [
-            f"call_{i}: {before} arguments_{i} {behind}",
-            f"arguments_{i}: {inline_json(tool.parameters)}",
-        ]
-    return lark_grammar("\n".join(lines))
+        schema = tool.parameters if tools.is_forced or tool.is_strict else {"type": "object"}
+        lines += [f"call_{i}: {before} arguments_{i} {behind}", f"arguments_{i}: {inline_json(schema)}"]
+    return lines
 
 
 _PREFACE = """You have these functions, one JSON description in each line:

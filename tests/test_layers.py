@@ -49,6 +49,7 @@ RESTRICTED = {
     "decode/server.py": {"ray"},
     "coordinator/gateway/usage.py": {"sqlalchemy"},  # the ledger goes into any database
     "coordinator/gateway/store.py": {"sqlalchemy"},  # files and batches
+    "coordinator/gateway/upstreams.py": {"aiohttp"},  # speaks to other servers, only where some are named
     "coordinator/app.py": {"ray", "prefill", "decode"},
     "coordinator/phases.py": {"engine", "prefill.phase", "decode.phase", "worker.phases"},
     "coordinator/ending.py": {"ray"},

@@ -39,7 +39,7 @@ class RequestContext:
     """One generation request. `deadline` is in the time of the event loop; None: the server's own alone.
 
     `salt_prefix` separates the prefix caches of tenants, "" where there is only one. `service`: class and promises,
-    once the body is read.
+    once the body is read. `answered_by`: the model that was asked last, "" for the server's own.
     """
 
     caller: Caller
@@ -50,6 +50,7 @@ class RequestContext:
     salt_prefix: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
     service: Service | None = None
+    answered_by: str = ""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
@@ -70,6 +71,13 @@ class RequestContext:
             self.quota.take_prompt(len(prompt_ids), now)
         self._seen.append(prompt_ids)
         self.num_prompt_tokens += len(prompt_ids)
+
+    def forget(self) -> None:
+        """Nothing came of what was read: somebody else is asked, and it is not charged twice."""
+        if not self.caller.is_batch:
+            self.quota.take_output(-self.num_prompt_tokens - self.num_output_tokens)
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
+        self._seen.clear()
 
     def drew(self) -> None:
         """One token came."""

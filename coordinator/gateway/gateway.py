@@ -11,7 +11,6 @@ With the default configuration a request passes after one look at its headers: n
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -36,6 +35,7 @@ from coordinator.gateway.answers import (
     fingerprint_of,
     is_deterministic,
 )
+from coordinator.gateway.bodies import encode, replay, route_path
 from coordinator.gateway.context import CALLER, CURRENT, Caller, RequestContext
 from coordinator.gateway.gate import Gate
 from coordinator.gateway.guarded import AnswerStopped, GuardedSend, check_guardable
@@ -53,12 +53,11 @@ REQUEST_ID = "baton.request_id"
 
 _OPEN = ("/health", "/ready", "/metrics", "/version")
 _BATCH = ("/v1/files", "/v1/batches")
-_BODY_TIMEOUT_S = 60.0
 _MAX_TIMEOUT_S = 86_400.0
 _CLIENT_LEFT = 499
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
-_EXPOSED = ["x-request-id", "retry-after", "x-should-retry", "x-baton-replay"] + [
+_EXPOSED = ["x-request-id", "retry-after", "x-should-retry", "x-baton-replay", "x-baton-model"] + [
     f"x-ratelimit-{what}-{unit}"
     for what in ("limit", "remaining", "reset")
     for unit in ("requests", "tokens")
@@ -89,10 +88,14 @@ class Gateway:
         self.cached = AnswerStore(settings.stored_answer_bytes, settings.response_cache_ttl_s)
         self.ledger = self._open_ledger(state_dir(config))
         self.gate = Gate(settings.batch_concurrency, gives_way=not config.slo.is_set)
+        self._drain = drain
+        self._timeout_s = config.coordinator.request_timeout_s
         self.jobs = Jobs(config, state_dir(config), self.gate, drain, metrics)
 
     def install(self, app: Any, on_error: OnError) -> None:
         """Put the gateway around the routes of `app`, a Starlette application."""
+        if self.settings.upstreams or self.settings.fallbacks:
+            self._install_upstreams(app)
         app.add_middleware(GatewayScope, gateway=self, on_error=on_error)
         if self.settings.cors_origins:
             app.add_middleware(
@@ -102,6 +105,20 @@ class Gateway:
                 allow_headers=["*"],
                 expose_headers=_EXPOSED,
             )
+
+    def _install_upstreams(self, app: Any) -> None:
+        """NOTE: the import is here, not above: it brings an HTTP client, which a server of one model need not load."""
+        from coordinator.gateway.upstreams import Upstreams, read_keys
+
+        app.add_middleware(
+            Upstreams,
+            settings=self.settings,
+            model=self.model,
+            keys=read_keys(self.settings, self.model),
+            max_body_bytes=self.max_body_bytes,
+            timeout_s=self._timeout_s,
+            drain=self._drain,
+        )
 
     @asynccontextmanager
     async def running(self, app: ASGIApp) -> AsyncIterator[None]:
@@ -154,7 +171,8 @@ class Gateway:
             cached_tokens=context.num_cached_tokens,
             output_tokens=context.num_output_tokens,
         )
-        self.ledger.add(UsageKey(caller.tenant, caller.key_id, self.model, label), usage)
+        model = context.answered_by or self.model
+        self.ledger.add(UsageKey(caller.tenant, caller.key_id, model, label), usage)
 
     def _open_ledger(self, folder: Path) -> Ledger | None:
         """NOTE: the import is here, not above: it brings SQLAlchemy, which a server without a ledger need not load."""
@@ -262,7 +280,7 @@ class _Exchange:
         if not reads and not gateway.guards.has_output and self._context.limits.max_output_tokens is None:
             await self._app(self._scope, receive, send)
             return
-        body = await read_json(Request(self._scope, receive), gateway.max_body_bytes, _BODY_TIMEOUT_S)
+        body = await read_json(Request(self._scope, receive), gateway.max_body_bytes)
         again = replay(encode(body), receive)
         if key is not None:
             fingerprint = fingerprint_of(self._endpoint, body)
@@ -346,12 +364,6 @@ def state_dir(config: BatonConfig) -> Path:
     return Path(given).expanduser() if given else cache_dir() / "state" / str(config.server.port)
 
 
-def route_path(scope: Scope) -> str:
-    """The path that routes are found by: without the prefix that Serve or a proxy has mounted the application under."""
-    path: str = scope.get("path", "")
-    return path.removeprefix(scope.get("root_path", ""))
-
-
 def is_below(path: str, roots: tuple[str, ...]) -> bool:
     return any(path == root or path.startswith(f"{root}/") for root in roots)
 
@@ -375,25 +387,3 @@ def check_lengths(body: dict[str, Any], most: int | None) -> None:
         asked = body.get(name)
         if most is not None and type(asked) is int and asked > most:
             raise RequestError(f"{name}: expected at most {most} for this key but got {asked}", param=name)
-
-
-def encode(body: dict[str, Any]) -> bytes:
-    """Raises RequestError for what a guard made and JSON cannot hold."""
-    try:
-        return json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
-    except RecursionError as error:
-        raise RequestError("expected JSON but it is nested too deeply") from error
-
-
-def replay(body: bytes, receive: Receive) -> Receive:
-    """`body` once, then whatever `receive` says: that the client has left."""
-    is_given = False
-
-    async def receive_again() -> Message:
-        nonlocal is_given
-        if is_given:
-            return await receive()
-        is_given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return receive_again

@@ -23,7 +23,7 @@ _ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 _TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "refusal", "text")
 # Fields that make an answer show text or token ids elsewhere.
 _TELLTALES = (
-    "logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "return_token_ids", "tools", "functions",
+    "logprobs", "prompt_logprobs", "logprob_token_ids", "return_token_ids", "tools", "functions",
 )  # fmt: skip
 _SEPARATOR = b"\n\n"
 _DONE = b"data: [DONE]"
@@ -38,7 +38,9 @@ def check_guardable(endpoint: str, body: dict[str, Any]) -> None:
     if endpoint not in _ENDPOINTS:
         raise UnsupportedError(f"{endpoint}: not served while output guards are set")
     for name in _TELLTALES:
-        if body.get(name) not in (None, False, []):
+        value = body.get(name)
+        # NOTE: 0 is no False here: `logprobs: 0` lists every token of a completion.
+        if value is not None and value is not False and value != []:
             raise UnsupportedError(f"{name}: not supported while output guards are set", param=name)
 
 

@@ -34,8 +34,7 @@ from coordinator.metrics import Metrics
 if TYPE_CHECKING:
     from coordinator.gateway.store import JobStore
 
-_ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
-_BODY_TIMEOUT_S = 60.0
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _UPLOAD_TIMEOUT_S = 600.0
 _CHUNK_BYTES = 1 << 16
 _MULTIPART_BYTES = 1 << 16  # what surrounds the file in an upload
@@ -133,7 +132,7 @@ class Jobs:
     async def create_batch(self, request: Request) -> Response:
         self._drain.check()
         store, caller = await self._ready(request), cast(Caller, request.scope[CALLER])
-        body = await read_json(request, self._config.server.max_body_bytes, _BODY_TIMEOUT_S)
+        body = await read_json(request, self._config.server.max_body_bytes)
         _check_batch(body)
         source = await self._threads.run(store.file, caller.tenant, body["input_file_id"])
         if source.purpose != "batch":
@@ -246,8 +245,8 @@ def _clean(filename: str | None) -> str:
 def _check_batch(body: dict[str, Any]) -> None:
     if not isinstance(body.get("input_file_id"), str):
         raise RequestError("input_file_id: expected the id of a file", param="input_file_id")
-    if body.get("endpoint") not in _ENDPOINTS:
-        raise RequestError(f"endpoint: expected one of {', '.join(_ENDPOINTS)}", param="endpoint")
+    if body.get("endpoint") not in ENDPOINTS:
+        raise RequestError(f"endpoint: expected one of {', '.join(ENDPOINTS)}", param="endpoint")
     if body.get("completion_window") != "24h":
         raise RequestError("completion_window: expected '24h'", param="completion_window")
     if body.get("output_expires_after") is not None:

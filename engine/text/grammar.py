@@ -34,9 +34,17 @@ _JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"( |\n[ \t]{0,24})?", "l
 _MAX_MESSAGE = 400
 
 
-def json_grammar(schema: dict[str, Any]) -> str:
-    """One JSON value of this schema; keys come in its order."""
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS))  # type: ignore[arg-type]
+def json_grammar(schema: dict[str, Any], whitespace: str | None = None) -> str:
+    """One JSON value of this schema; keys come in its order. `whitespace`: a regex of what may stand between its parts,
+    "" for nothing.
+    """
+    options = dict(_JSON_OPTIONS)
+    if whitespace is not None:
+        options["whitespace_pattern"] = whitespace
+    if whitespace == "":
+        del options["whitespace_pattern"]
+        options["whitespace_flexible"] = False
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))  # type: ignore[arg-type]
 
 
 def regex_grammar(pattern: str) -> str:
@@ -126,10 +134,9 @@ class Grammars:
 
     def compile(self, source: str) -> GrammarState:
         """The state before the first token. Raises RequestError for what is no grammar, or too large a one."""
-        if len(source) > MAX_SOURCE_BYTES:
-            raise RequestError(
-                f"expected a grammar of at most {MAX_SOURCE_BYTES} bytes but got {len(source)}"
-            )
+        num_bytes = len(source.encode())
+        if num_bytes > MAX_SOURCE_BYTES:
+            raise RequestError(f"expected a grammar of at most {MAX_SOURCE_BYTES} bytes but got {num_bytes}")
         with self._lock:
             state = self._kept.get(source)
             if state is None:

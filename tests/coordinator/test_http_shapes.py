@@ -7,11 +7,22 @@ import re
 from typing import Any
 
 import pytest
+from starlette.routing import Route
 
 from contracts.request import Finished, PromptLogprob, Token
+from coordinator.http import make_app
 from engine.text.grammar import Grammars
-from tests.coordinator.fake_backend import EOS, reply
-from tests.coordinator.http_tools import MODEL, TEXT, Service, error_of, events, joined, service
+from tests.coordinator.fake_backend import EOS, FakeBackend, reply
+from tests.coordinator.http_tools import (
+    MODEL,
+    TEXT,
+    Service,
+    error_of,
+    events,
+    joined,
+    make_config,
+    service,
+)
 from tests.engine.text.builders import CHATML, make_text
 
 WEATHER = {
@@ -65,6 +76,36 @@ async def test_every_form_of_structure_becomes_a_grammar() -> None:
         assert obeys(await sent_grammar(s, structured_outputs={"grammar": 'root ::= "k"'}), "k")
         for fields in ({}, {"response_format": {"type": "text"}}, {"structured_outputs": None}):
             assert await sent_grammar(s, **fields) == ""
+
+
+async def test_structure_has_its_older_names_too() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    async with service() as s:
+        assert obeys(await sent_grammar(s, guided_json=schema), '{"a": 1}')
+        assert obeys(await sent_grammar(s, guided_json=json.dumps(schema)), '{"a": 1}')
+        assert obeys(await sent_grammar(s, guided_regex="a+"), "aa")
+        assert obeys(await sent_grammar(s, guided_choice=["x", "y z"]), "y z")
+        assert obeys(await sent_grammar(s, guided_grammar='root ::= "k"'), "k")
+        assert not obeys(await sent_grammar(s, guided_json_object=True), "[1]")
+        for twice in ({"guided_json": {}}, {"response_format": {"type": "json_object"}}):
+            response = await s.chat(guided_regex="a", **twice)
+            assert error_of(response)["param"] == "guided_regex"
+
+
+async def test_how_json_is_written_can_be_said() -> None:
+    inner = {"type": "object", "properties": {"b": {"type": "integer"}}}
+    schema = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
+    async with service() as s:
+        tight = await sent_grammar(s, structured_outputs={"json": schema, "disable_any_whitespace": True})
+        assert obeys(tight, '{"a":{"b":1}}')
+        assert not obeys(tight, '{"a": {"b":1}}')
+        lines = await sent_grammar(s, guided_json=schema, guided_whitespace_pattern=r"\n?")
+        assert obeys(lines, '{\n"a":\n{}}')
+        assert not obeys(lines, '{"a": {}}')
+        assert obeys(await sent_grammar(s, guided_json=schema), '{"a": {"c": 1}}')
+        closed = {"json": schema, "disable_additional_properties": True}
+        assert not obeys(await sent_grammar(s, structured_outputs=closed), '{"a": {"c": 1}}')
+        assert obeys(await sent_grammar(s, structured_outputs=closed), '{"a": {"b": 1}}')
 
 
 async def test_completions_have_structure_too() -> None:
@@ -167,6 +208,31 @@ async def test_an_echoed_prompt_has_logprobs_like_the_output() -> None:
         assert joined(stream) == "héyok"
         streamed = [c["logprobs"] for chunk in stream for c in chunk["choices"] if c["logprobs"]]
         assert [t for each in streamed for t in each["token_logprobs"]] == found["token_logprobs"]
+
+
+async def test_prompt_logprobs_are_listed_as_vllm_does() -> None:
+    async with service(with_prompt("ok")) as s:
+        expected = [
+            None,
+            {
+                "65": {"logprob": -0.1, "rank": 1, "decoded_token": "A"},
+                str(ord("e")): {"logprob": -0.25, "rank": None, "decoded_token": "e"},
+            },
+        ]
+        (choice,) = (await s.complete("he", prompt_logprobs=1)).json()["choices"]
+        assert (choice["prompt_logprobs"], choice["text"], choice["logprobs"]) == (expected, "ok", None)
+        own_alone = (await s.complete("he", prompt_logprobs=0)).json()["choices"][0]["prompt_logprobs"]
+        assert own_alone == [None, {str(ord("e")): expected[1][str(ord("e"))]}]  # type: ignore[index]
+        assert s.backend.requests[-1].sampling.num_prompt_logprobs == 0
+        chat = (await s.chat(prompt_logprobs=1)).json()
+        assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+        assert chat["choices"][0]["message"]["content"] == "ok"
+        both = (await s.complete("he", prompt_logprobs=5, echo=True, logprobs=0)).json()["choices"][0]
+        assert s.backend.requests[-1].sampling.num_prompt_logprobs == 5
+        assert both["logprobs"]["top_logprobs"][1] == {"e": -0.25}
+        assert both["prompt_logprobs"] == expected
+        assert "prompt_logprobs" not in (await s.chat()).json()
+        assert error_of(await s.chat(prompt_logprobs=1, stream=True))["param"] == "prompt_logprobs"
 
 
 async def test_a_prompt_alone_is_judged_without_an_output() -> None:
@@ -472,9 +538,18 @@ async def test_a_backend_error_before_the_first_piece_has_a_status() -> None:
 async def test_the_openapi_document_describes_every_public_route() -> None:
     async with service() as s:
         found = (await s.client.get("/openapi.json")).json()
-        for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"):
-            assert set(found["paths"][path]) == {"post"}
-        assert {"/v1/models", "/v1/models/{model_id}", "/health", "/ready"} <= set(found["paths"])
+        told = {
+            (path, method.upper()) for path, operations in found["paths"].items() for method in operations
+        }
+        app = make_app(make_config(), TEXT, FakeBackend())
+        there = {
+            (route.path.replace(":path", ""), method)
+            for route in app.routes
+            if isinstance(route, Route)
+            for method in route.methods or ()
+            if method != "HEAD" and not route.path.startswith(("/debug/", "/openapi.json", "/docs"))
+        }
+        assert told == there
         schemas = found["components"]["schemas"]
         assert {"temperature", "messages", "tools", "structured_outputs"} <= set(
             schemas["Chat"]["properties"]

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from contracts.errors import ConfigError
 from coordinator import haproxy, instance
 from coordinator.instance import PortBusyError, claim_port, free_ports, processes_using, stop, sweep
+from tests.coordinator.http_tools import error_of
 
 HOLDER = """
 import sys, subprocess
@@ -184,7 +190,8 @@ def test_instances_share_no_file_and_no_port() -> None:
     first, second = (claim_port("127.0.0.1", port) for port in free_ports(2))
     one, two = haproxy.serve_environment(first), haproxy.serve_environment(second)
     for name in one:
-        if name.endswith(("_LOC", "_PATH", "_BASE", "_FILE", "_PORT")) and "DIRECT_INGRESS" not in name:
+        own = name.endswith(("_LOC", "_PATH", "_BASE", "_FILE", "_PORT")) and "IMPORT_PATH" not in name
+        if own and "DIRECT_INGRESS" not in name:
             assert one[name] != two[name], name
     first.close()
     second.close()
@@ -200,29 +207,103 @@ def test_haproxy_socket_paths_fit_into_a_unix_address() -> None:
     held.close()
 
 
-def test_haproxy_pages_listen_on_loopback_only(tmp_path: Path) -> None:
-    """The script rewrites the configuration that Serve generated and then becomes the real binary."""
+def rewritten(tmp_path: Path, text: str) -> str:
+    """What the script makes of a configuration."""
     script = haproxy.write_script(tmp_path)
     config = tmp_path / "haproxy.cfg"
-    config.write_text(
-        "frontend prometheus\n    bind :9101\nfrontend http\n    bind 0.0.0.0:8000\nlisten stats\n  bind *:8404\n"
-    )
+    config.write_text(text)
     (tmp_path / "haproxy.py").write_text((tmp_path / "haproxy.py").read_text().replace("os.execv(", "print("))
-    done = subprocess.run([script, "-db", "-f", config], check=True, capture_output=True, text=True)
-    assert done.stdout.split()[0].endswith("/haproxy")
-    binds = [line.strip() for line in config.read_text().splitlines() if "bind" in line]
+    subprocess.run([script, "-db", "-f", config], check=True, capture_output=True)
+    return config.read_text()
+
+
+def test_haproxy_pages_listen_on_loopback_only(tmp_path: Path) -> None:
+    """The script rewrites the configuration that Serve generated and then becomes the real binary."""
+    text = rewritten(
+        tmp_path,
+        "frontend prometheus\n    bind :9101\nfrontend http\n    bind 0.0.0.0:8000\nlisten stats\n  bind *:8404\n",
+    )
+    binds = [line.strip() for line in text.splitlines() if "bind" in line]
     assert binds == ["bind 127.0.0.1:9101", "bind 0.0.0.0:8000", "bind 127.0.0.1:8404"]
 
 
-def test_a_request_id_that_is_too_long_is_dropped_before_serve_repeats_it(tmp_path: Path) -> None:
+def test_no_plain_text_is_left_where_serves_template_answers_clients(tmp_path: Path) -> None:
+    """Serve's own pages (`/-/…`) apart; a new form of the template must not pass unseen."""
+    source = "\n".join(line for line in HAPROXY_CONFIG_TEMPLATE.splitlines() if "grpc" not in line)
+    assert "errorfile 503" in source
+    text = rewritten(tmp_path, source)
+    assert "errorfile" not in text
+    plain = [line for line in text.splitlines() if "text/plain" in line]
+    assert all("Ingress request router failed" in line for line in plain), plain
+
+
+@contextlib.contextmanager
+def proxying(tmp_path: Path, backend: str) -> Iterator[str]:
+    """The address of an HAProxy that was started by the script."""
     script = haproxy.write_script(tmp_path)
-    config = tmp_path / "haproxy.cfg"
-    config.write_text("frontend http\n    bind :1\nlisten stats\n")
-    (tmp_path / "haproxy.py").write_text((tmp_path / "haproxy.py").read_text().replace("os.execv(", "print("))
-    subprocess.run([script, "-db", "-f", config], check=True, capture_output=True)
-    lines = [line.strip() for line in config.read_text().splitlines()]
-    rule = "http-request del-header x-request-id if { req.fhdr(x-request-id),length gt 128 }"
-    assert lines == ["frontend http", rule, "bind 127.0.0.1:1", "listen stats"]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        (tmp_path / "haproxy.cfg").write_text(
+            "defaults\n  mode http\n  timeout connect 1s\n  timeout client 9s\n  timeout server 9s\n  retries 0\n"
+            f"frontend f\n  bind fd@{listener.fileno()}\n  default_backend b\nbackend b\n  {backend}\n"
+        )
+        command = [script, "-db", "-f", tmp_path / "haproxy.cfg"]
+        proxy = subprocess.Popen(command, pass_fds=[listener.fileno()], stderr=subprocess.DEVNULL)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            proxy.kill()
+            proxy.wait()
+
+
+NO_APPLICATION = 'http-request return status 404 content-type text/plain lf-string "Path"'
+
+
+def test_what_haproxy_answers_itself_has_openais_form(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+
+        def leave() -> None:
+            connection, _ = mute.accept()
+            with connection:
+                connection.recv(1 << 16)
+
+        thread = threading.Thread(target=leave)
+        thread.start()
+        cases = {
+            f"server s 127.0.0.1:{free_ports(1)[0]}": (503, "overloaded"),
+            NO_APPLICATION: (503, "overloaded"),
+            f"server s 127.0.0.1:{mute.getsockname()[1]}": (502, "worker_lost"),
+        }
+        for backend, expected in cases.items():
+            with proxying(tmp_path, backend) as url:
+                response = httpx.post(
+                    f"{url}/v1/x", json={}, headers={"x-request-id": "mine-1"}, timeout=30.0
+                )
+            assert (response.status_code, error_of(response)["code"]) == expected
+            assert response.headers["x-request-id"] == "mine-1"
+            assert response.headers["retry-after"] == "1"
+        thread.join()
+
+
+def test_what_no_server_behind_haproxy_would_answer_in_openais_form_stays_in_front(tmp_path: Path) -> None:
+    expected = [("FOO", "/v1/models", 405), ("PROPFIND", "/", 405), ("OPTIONS", "*", 404), ("GET", "/", 503)]
+    with proxying(tmp_path, NO_APPLICATION) as url:
+        for method, target, status in expected:
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=30.0) as client:
+                client.sendall(f"{method} {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+                answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
+            head, _, body = answer.partition(b"\r\n\r\n")
+            assert head.startswith(f"HTTP/1.1 {status} ".encode()), (method, head)
+            error_of(httpx.Response(status, content=body))
+
+
+def test_a_request_id_that_is_not_sane_is_replaced_before_serve_repeats_it(tmp_path: Path) -> None:
+    with proxying(tmp_path, NO_APPLICATION) as url:
+        for given in ([], ["x" * 129], ["two words"], ["caf\xe9"], ["a", "b"]):
+            headers = [(b"x-request-id", value.encode("latin-1")) for value in given]
+            found = httpx.get(url, headers=headers, timeout=30.0).headers["x-request-id"]
+            assert re.fullmatch(r"req_[0-9a-f-]{36}", found)
+        kept = httpx.get(url, headers={"x-request-id": "x" * 128}, timeout=30.0)
+        assert kept.headers["x-request-id"] == "x" * 128
 
 
 def test_headers_that_dribble_in_are_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -368,9 +368,11 @@ async def test_an_output_guard_ends_an_answer_with_an_error(stream: bool, tmp_pa
 
 async def test_what_output_guards_would_not_see_is_refused(tmp_path: Path) -> None:
     async with gateway_service(folder=tmp_path, output_guards=[f"{HERE}:mask"]) as s:
-        for fields in ({"logprobs": True}, {"tools": [{"type": "function"}]}):
+        for fields in ({"logprobs": True}, {"tools": [{"type": "function"}]}, {"prompt_logprobs": 0}):
             response = await s.chat(**fields)
             assert (response.status_code, error_of(response)["code"]) == (400, "unsupported")
+        response = await s.complete(logprobs=0)  # lists every token
+        assert (response.status_code, error_of(response)["param"]) == (400, "logprobs")
         response = await s.client.post("/v1/responses", json={"input": "hi"})
         assert (response.status_code, error_of(response)["code"]) == (400, "unsupported")
 

@@ -105,6 +105,13 @@ def test_what_is_no_grammar_is_the_callers_fault(source: str) -> None:
         GRAMMARS.compile(source)
 
 
+def test_the_size_of_a_grammar_is_counted_in_bytes() -> None:
+    source = lark_grammar(f'start: "{"é" * (MAX_SOURCE_BYTES // 2)}"')
+    assert len(source) < MAX_SOURCE_BYTES
+    with pytest.raises(RequestError, match=f"at most {MAX_SOURCE_BYTES} bytes"):
+        GRAMMARS.compile(source)
+
+
 def test_ebnf_that_is_neither_dialect_is_the_callers_fault() -> None:
     with pytest.raises(RequestError, match="grammar"):
         GRAMMARS.compile(ebnf_grammar("root ::= ((("))

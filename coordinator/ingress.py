@@ -1,0 +1,78 @@
+"""What Serve's own proxy and its replicas answer themselves, in OpenAI's form instead of plain text.
+
+    Serve calls `middlewares` where RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH says coordinator.ingress.middlewares
+
+    client ◄── PlainErrors ◄── Serve: "Path '/x' not found.", "Request timed out" …      said anew
+                          ◄── the application's answers                                  untouched
+
+Serve's text says something of the inside, and no OpenAI client reads it. Serve's own pages (`/-/…`) stay as they are.
+"""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from contracts.errors import BatonError, DeadlineError, Fault, NotFoundError, OverloadedError, RequestError
+from coordinator.errors_http import error_response
+
+_SERVES_OWN = "/-/"
+
+
+def middlewares() -> list[Middleware]:
+    """For Serve, which puts them around every HTTP server of its own."""
+    return [Middleware(PlainErrors)]
+
+
+class PlainErrors:
+    """Pure ASGI: an answer that is no plain-text error passes message by message."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].startswith(_SERVES_OWN):
+            await self._app(scope, receive, send)
+            return
+        held: Message | None = None
+
+        async def send_read(message: Message) -> None:
+            nonlocal held
+            if message["type"] == "http.response.start" and _is_plain_error(message):
+                held = message
+            elif held is None:
+                await send(message)
+            elif not message.get("more_body", False):
+                await _say(held, scope, receive, send)
+
+        await self._app(scope, receive, send_read)
+
+
+def _is_plain_error(start: Message) -> bool:
+    if start["status"] < 400:
+        return False
+    return Headers(raw=start["headers"]).get("content-type", "").startswith("text/plain")
+
+
+async def _say(start: Message, scope: Scope, receive: Receive, send: Send) -> None:
+    """The error instead of the text; its request id and the wait that Serve asks for stay."""
+    headers = Headers(raw=start["headers"])
+    error = _error_of(start["status"], scope, headers.get("retry-after"))
+    response = error_response(error)
+    if request_id := headers.get("x-request-id"):
+        response.headers["x-request-id"] = request_id
+    await response(scope, receive, send)
+
+
+def _error_of(status: int, scope: Scope, retry_after: str | None) -> BatonError:
+    """NOTE: Serve's 408 is our time-out, and clients send a 408 again at once: it is said as a 504."""
+    match status:
+        case 404:
+            return NotFoundError(f"no such route: {scope['method']} {scope['path'][:200]}")
+        case 408 | 504:
+            return DeadlineError("no answer came in time")
+        case 429 | 502 | 503:
+            wait_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
+            return OverloadedError("no process of this server can take the request now", retry_after_s=wait_s)
+    return RequestError("expected an HTTP request") if status < 500 else Fault(f"Serve answered {status}")

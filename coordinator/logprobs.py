@@ -1,0 +1,58 @@
+"""How a logprob is written, and the list of a prompt's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from contracts.request import PromptLogprob
+from coordinator.job import Job
+from engine.text.tokenizer import TextModel
+
+_LOWEST_LOGPROB = -9999.0
+
+
+def finite(logprob: float | None) -> float:
+    """JSON has no infinity: what is impossible reads -9999."""
+    if logprob is None or math.isnan(logprob):
+        return _LOWEST_LOGPROB
+    return min(max(logprob, _LOWEST_LOGPROB), 0.0)
+
+
+class PromptListing:
+    """`prompt_logprobs` as vLLM writes it: for each token of the prompt the best ones and itself, by id.
+
+        [null, {"504": {"logprob": -1.5, "rank": 2, "decoded_token": " is"}, …}, …]
+
+    `rank` counts from 1; null for a token that is not among the best ones that were asked for.
+    """
+
+    def __init__(self, job: Job, text: TextModel) -> None:
+        self._job = job
+        self._text = text
+
+    def listed(self, index: int, found: Sequence[PromptLogprob]) -> dict[str, Any]:
+        """{} if the client did not ask; null if the engine did not say."""
+        count = self._job.params.prompt_logprobs
+        if count is None:
+            return {}
+        if not found:
+            return {"prompt_logprobs": None}
+        ids = self._job.prompts[index // self._job.params.n].ids
+        entries = [
+            None if each.logprob is None else self._entry(token_id, each, count)
+            for token_id, each in zip(ids, found, strict=True)
+        ]
+        return {"prompt_logprobs": entries}
+
+    def _entry(self, token_id: int, found: PromptLogprob, count: int) -> dict[str, Any]:
+        entry = {
+            str(each_id): self._named(each_id, logprob, rank)
+            for rank, (each_id, logprob) in enumerate(found.top[:count], 1)
+        }
+        entry.setdefault(str(token_id), self._named(token_id, found.logprob, None))
+        return entry
+
+    def _named(self, token_id: int, logprob: float | None, rank: int | None) -> dict[str, Any]:
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": self._text.token_text(token_id)}

@@ -1,0 +1,72 @@
+"""coordinator/ingress.py: what Serve says in plain text reaches a client in OpenAI's form."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from coordinator.ingress import middlewares
+from tests.coordinator.http_tools import error_of
+
+
+def answering(
+    status: int, body: bytes, kind: bytes = b"text/plain; charset=utf-8", **headers: str
+) -> httpx.AsyncClient:
+    """A client of a server that says this, in two messages, behind the middlewares."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        more = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        await send(
+            {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind), *more]}
+        )
+        await send({"type": "http.response.body", "body": body[:3], "more_body": True})
+        await send({"type": "http.response.body", "body": body[3:]})
+
+    wrapped: Any = app
+    for middleware in middlewares():
+        wrapped = middleware.cls(wrapped, *middleware.args, **middleware.kwargs)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(wrapped), base_url="http://serve")
+
+
+@pytest.mark.parametrize(
+    ("status", "told", "code"),
+    [
+        (404, 404, "not_found"),
+        (408, 504, "timeout"),
+        (429, 503, "overloaded"),
+        (500, 500, "internal_error"),
+        (503, 503, "overloaded"),
+        (400, 400, "invalid_value"),
+    ],
+)
+async def test_a_plain_error_is_said_in_openais_form(status: int, told: int, code: str) -> None:
+    async with answering(status, b"Traceback: secret", x_request_id="mine", retry_after="7") as client:
+        response = await client.get("/v1/models")
+    assert response.status_code == told
+    assert error_of(response)["code"] == code
+    assert "secret" not in response.text
+    assert response.headers["x-request-id"] == "mine"
+    assert response.headers["content-length"] == str(len(response.content))
+    assert response.headers.get("retry-after") == ("7" if code == "overloaded" else None)
+    assert response.headers.get("x-should-retry") == ("false" if code == "timeout" else None)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "kind"),
+    [
+        ("/v1/models", 404, b"application/json"),
+        ("/metrics", 200, b"text/plain"),
+        ("/v1/chat/completions", 200, b"text/event-stream"),
+        ("/-/healthz", 503, b"text/plain"),
+    ],
+)
+async def test_everything_else_passes_untouched(path: str, status: int, kind: bytes) -> None:
+    body = json.dumps({"a": 1}).encode()
+    async with answering(status, body, kind, x_other="1") as client:
+        response = await client.get(path)
+    assert (response.status_code, response.content) == (status, body)
+    assert response.headers["x-other"] == "1"
