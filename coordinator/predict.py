@@ -32,7 +32,7 @@ from policy.step_model import Coefficients, StepModel
 
 NUM_RECORDS = 256
 MAX_EXPECTED_TOKENS = 256  # of an answer, when only its limit is known
-MAX_WEIGHED = 64  # workers of one role that are looked at, beside those that hold a prefix
+MAX_WEIGHED = 16  # workers of one role that are looked at, beside those that hold a prefix
 RULES = PlaceRules()
 _PROBE_BYTES = 64 << 20  # a self-test's speed is believed as one transfer of this size
 _MAX_INDEXED_BLOCKS = 1 << 20

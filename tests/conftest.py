@@ -22,8 +22,8 @@ for name, value in _RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
-# Kernels are interpreted on CPU tensors if this is set when Triton is first imported: by a test, or by a further conftest
-# that pytest reads before it collects. Processes that tests start do without.
+# Kernels are interpreted on CPU tensors if this is set when Triton is first imported: by a test, or by a further
+# conftest that pytest reads before it collects. Processes that tests start do without.
 os.environ["TRITON_INTERPRET"] = "1"
 
 
