@@ -34,10 +34,11 @@ from contracts.errors import (
 )
 from contracts.request import Finished, GenerateRequest, Token
 from contracts.service import Service, ServiceClass
+from coordinator.ask import Ask
 from coordinator.fleet import Fleet
 from coordinator.line import Line
 from coordinator.placement import NotNow, Placement, WorkerView
-from coordinator.predict import Ask, Predictor
+from coordinator.predict import Predictor
 from coordinator.promises import Account, Met
 from coordinator.room import Held, Room
 from coordinator.run import Hold, Observer, Run
@@ -226,6 +227,9 @@ class Flow:
                     if await self._is_granted(run, line_deadline):
                         return run
                     is_back = True
+        except asyncio.CancelledError:
+            self.predictor.left(ask)
+            raise
         except TimeoutError:
             raise self._timed_out(story, entry, time.monotonic() >= deadline, patience_s) from None
         finally:

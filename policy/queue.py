@@ -92,6 +92,7 @@ class WaitingQueue:
     """Central, bounded by its owner through `surplus`. No clock: `now_s` is passed in."""
 
     MAX_RETRY_S: ClassVar[int] = 120  # clients do not obey longer ones
+    AGED_LOOK: ClassVar[int] = 16  # at the head of each line: the old are there
     OVER_SHARE: ClassVar[float] = 1.25  # times its equal share: less is no excess but chance
 
     def __init__(self, age_cap_s: float = 30.0) -> None:
@@ -204,14 +205,11 @@ class WaitingQueue:
             yield entry
         over = self._over_share()
         order = (self._ready, self._late, self._patient, self._batch, self._best_effort)
-        others = (
-            entry
-            for items in order
-            for entry in _fairly(items, over)
-            if items is self._ready or not self._is_aged(entry, now_s)
-        )
+        aged = self._aged(now_s)
+        old = {entry.request_id for entry in aged}
+        others = (entry for items in order for entry in _fairly(items, over) if entry.request_id not in old)
         is_due = not self._was_aged
-        for entry in self._aged(now_s):
+        for entry in aged:
             if not is_due:
                 yield from islice(others, 1)
             yield entry
@@ -219,10 +217,12 @@ class WaitingQueue:
         yield from others
 
     def _aged(self, now_s: float) -> list[Waiting]:
-        """The oldest first. Whoever is ready is in time, however old."""
-        waiting = chain(self._late, self._patient, self._batch)
-        aged = [entry for _, _, entry in waiting if self._is_aged(entry, now_s)]
-        aged.sort(key=lambda entry: entry.arrived_s)
+        """Some of the oldest, the oldest first. Whoever is ready is in time, however old."""
+        heads = chain.from_iterable(
+            islice(items, self.AGED_LOOK) for items in (self._late, self._patient, self._batch)
+        )
+        aged = [entry for _, _, entry in heads if self._is_aged(entry, now_s)]
+        aged.sort(key=_arrival)
         return aged
 
     def _is_aged(self, entry: Waiting, now_s: float) -> bool:
@@ -291,6 +291,10 @@ def _fairly(items: list[_Item], over: set[str]) -> Iterable[Waiting]:
     if not over:
         return (entry for _, _, entry in items)
     return (entry for is_over in (False, True) for _, _, entry in items if (entry.tenant in over) == is_over)
+
+
+def _arrival(entry: Waiting) -> float:
+    return entry.arrived_s
 
 
 def _by_deadline(item: _Item) -> tuple[float, int]:
