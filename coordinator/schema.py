@@ -42,7 +42,7 @@ def _as_list(value: Any) -> Any:
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Word = Annotated[str, Field(min_length=1, max_length=200)]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
