@@ -26,6 +26,7 @@ from coordinator.drain import Drain
 from coordinator.errors_http import encode_json, error_body, json_response, log_fault
 from coordinator.forms import Envelope, Form, Json, make_form, spread
 from coordinator.job import Job, OutputPlan
+from coordinator.logprobs import best_of
 from coordinator.metrics import Metrics
 from coordinator.outputs import End, Outputs, Piece
 from coordinator.response_form import ResponseWriter
@@ -171,11 +172,17 @@ class CompletionWriter:
         return event(error_body(error)) + _DONE
 
     def whole(self, gathered: dict[OutputPlan, Piece]) -> Json:
-        choices = []
-        for index, piece in spread((plan.indices, piece) for plan, piece in gathered.items()):
+        pieces = dict(spread((plan.indices, piece) for plan, piece in gathered.items()))
+        for index, piece in pieces.items():
             assert piece.end is not None, "an output ended without its end"
-            choices.append(self._form.whole(index, piece, piece.end))
             self._ends[index] = piece.end
+        params, kept = self._job.params, list(pieces)
+        if params.num_outputs > params.n:
+            kept = best_of({i: piece.tokens for i, piece in pieces.items()}, params.num_outputs, params.n)
+        choices = [
+            {**self._form.whole(index, pieces[index], self._ends[index]), "index": number}
+            for number, index in enumerate(kept)
+        ]
         return self._envelope.whole(choices, self._ends) | self._form.beside()
 
 

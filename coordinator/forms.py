@@ -78,7 +78,9 @@ class Envelope:
         known. `timings_ms` only if asked for: clients are strict.
         """
         usage = self._counts(sum(end.num_tokens for end in ends.values()))
-        firsts = [ends[p * self._job.params.n].num_cached_tokens for p in range(len(self._job.prompts))]
+        firsts = [
+            ends[p * self._job.params.num_outputs].num_cached_tokens for p in range(len(self._job.prompts))
+        ]
         known = [count for count in firsts if count is not None]
         if self._job.reading.thinks:
             num_thought_tokens = sum(end.num_thought_tokens for end in ends.values())
@@ -237,7 +239,10 @@ class CompletionForm:
     def _prompt_entries(self, index: int, piece: Piece) -> list[_Entry]:
         if not piece.prompt or not self._job.params.echo:
             return []
-        prompt, count = self._job.prompts[index // self._job.params.n], self._job.params.num_logprobs
+        prompt, count = (
+            self._job.prompts[index // self._job.params.num_outputs],
+            self._job.params.num_logprobs,
+        )
         return [
             (token_id, found.logprob, None if found.logprob is None else found.top[:count])
             for token_id, found in zip(prompt.ids, piece.prompt, strict=True)
@@ -248,7 +253,7 @@ class CompletionForm:
         text = self._names.text
         piece = text.token_text(token_id)
         if is_first and token_id == text.bos_id and self._job.params.echo:
-            echo = self._job.prompts[index // self._job.params.n].echo_text
+            echo = self._job.prompts[index // self._job.params.num_outputs].echo_text
             return len(piece) if echo.startswith(piece) else 0
         return len(piece)
 

@@ -2,8 +2,8 @@
 
     parameters + prompts ─► limits (nothing is computed for what cannot fit) ─► Job
 
-A choice is `prompt_index * n + k`. At temperature 0 all k of a prompt are the same text, so one output
-answers them.
+A choice is `prompt_index * n + k` (best_of instead of n, where more are drawn than answered). At temperature 0 all k
+of a prompt are the same text, so one output answers them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Job:
 
     @property
     def num_choices(self) -> int:
-        return len(self.prompts) * self.params.n
+        return len(self.prompts) * self.params.num_outputs
 
 
 def make_job(
@@ -91,7 +91,7 @@ def make_job(
     plans = []
     for p, prompt in enumerate(prompts):
         max_tokens = _max_tokens(endpoint, params, len(prompt.ids), capacity.max_total_tokens)
-        indices = range(p * params.n, (p + 1) * params.n)
+        indices = range(p * params.num_outputs, (p + 1) * params.num_outputs)
         is_prompt_only = max_tokens == 0 and params.num_prompt_logprobs is not None
         if max_tokens == 0 and not is_prompt_only:
             plans.append(OutputPlan(tuple(indices), prompt, None))
@@ -119,11 +119,13 @@ def make_job(
 
 
 def check_num_choices(params: Params, num_prompts: int, max_choices: int) -> None:
-    """Raises RequestError if n × prompts is more than one request may ask for."""
-    if params.n * num_prompts > max_choices:
+    """Raises RequestError if n (or best_of) × prompts is more than one request may ask for."""
+    count = params.num_outputs
+    name = "n" if count == params.n else "best_of"
+    if count * num_prompts > max_choices:
         raise RequestError(
-            f"n: expected at most {max_choices} choices in all but got n={params.n} × {num_prompts} prompts",
-            param="n",
+            f"{name}: expected at most {max_choices} choices in all but got {name}={count} × {num_prompts} prompts",
+            param=name,
         )
 
 
@@ -162,7 +164,7 @@ def _samplings(
     top_p = _given(params.top_p, defaults.get("top_p", 1.0))
     top_k = int(_given(params.top_k, defaults.get("top_k", 0)))
     found = []
-    for k in range(1 if temperature == 0 else params.n):
+    for k in range(1 if temperature == 0 else params.num_outputs):
         seed = (
             derive_seed(entropy, prompt_index, k) if params.seed is None else derive_seed(params.seed, 0, k)
         )
@@ -182,7 +184,7 @@ def _samplings(
                 min_tokens=min(params.min_tokens, max_tokens),
                 stop_token_ids=tuple(dict.fromkeys(params.stop_token_ids)),
                 ignore_eos=params.ignore_eos,
-                num_logprobs=params.num_logprobs,
+                num_logprobs=params.num_drawn_logprobs,
                 num_prompt_logprobs=params.num_prompt_logprobs,
                 allowed_token_ids=masks.allowed,
                 bad_token_ids=masks.bad,

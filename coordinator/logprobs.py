@@ -1,4 +1,4 @@
-"""How a logprob is written, and the list of a prompt's."""
+"""How a logprob is written, the list of a prompt's, and the best outputs by theirs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from contracts.request import PromptLogprob
+from contracts.request import PromptLogprob, Token
 from coordinator.job import Job
 from engine.text.tokenizer import TextModel
 
@@ -18,6 +18,19 @@ def finite(logprob: float | None) -> float:
     if logprob is None or math.isnan(logprob):
         return _LOWEST_LOGPROB
     return min(max(logprob, _LOWEST_LOGPROB), 0.0)
+
+
+def best_of(outputs: dict[int, Sequence[Token]], num_drawn: int, num_kept: int) -> list[int]:
+    """Of every `num_drawn` outputs in a row, the `num_kept` with the highest logprob per token, the best first."""
+    found: list[int] = []
+    for first in range(0, len(outputs), num_drawn):
+        drawn = range(first, first + num_drawn)
+        found += sorted(drawn, key=lambda index: -_mean(outputs[index]))[:num_kept]
+    return found
+
+
+def _mean(tokens: Sequence[Token]) -> float:
+    return sum(finite(token.logprob) for token in tokens) / len(tokens) if tokens else 0.0
 
 
 class PromptListing:
@@ -39,7 +52,7 @@ class PromptListing:
             return {}
         if not found:
             return {"prompt_logprobs": None}
-        ids = self._job.prompts[index // self._job.params.n].ids
+        ids = self._job.prompts[index // self._job.params.num_outputs].ids
         entries = [
             None if each.logprob is None else self._entry(token_id, each, count)
             for token_id, each in zip(ids, found, strict=True)

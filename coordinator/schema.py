@@ -43,7 +43,7 @@ def _as_list(value: Any) -> Any:
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Word = Annotated[str, Field(min_length=1, max_length=200)]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
@@ -117,6 +117,16 @@ class Params(BaseModel):
         raise NotImplementedError
 
     @property
+    def num_outputs(self) -> int:
+        """Drawn for each prompt; `n` of them are answered."""
+        return self.n
+
+    @property
+    def num_drawn_logprobs(self) -> int | None:
+        """As `num_logprobs`, for the engine."""
+        return self.num_logprobs
+
+    @property
     def num_prompt_logprobs(self) -> int | None:
         """Alternatives wanted per token of the prompt, in whichever form; None: nothing of it."""
         return self.prompt_logprobs
@@ -172,6 +182,15 @@ class CompletionParams(Params):
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def num_outputs(self) -> int:
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def num_drawn_logprobs(self) -> int | None:
+        """The best are found by their logprobs."""
+        return 0 if self.logprobs is None and self.num_outputs > self.n else self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -272,8 +291,10 @@ def parse_completion(body: dict[str, Any]) -> CompletionParams:
         raise RequestError(
             f"best_of: expected at least n={params.n} but got {params.best_of}", param="best_of"
         )
-    if params.best_of is not None and params.best_of > 1:
-        raise UnsupportedError("best_of: only 1 is supported", param="best_of")
+    if params.stream and params.num_outputs > params.n:
+        raise RequestError(
+            "best_of: expected stream=false beside it: the best is known at the end", param="best_of"
+        )
     if params.max_tokens == 0 and not params.echo:
         raise RequestError("max_tokens: expected at least 1 (0 only with echo) but got 0", param="max_tokens")
     return params

@@ -88,8 +88,8 @@ class Gateway:
         self.cached = AnswerStore(settings.stored_answer_bytes, settings.response_cache_ttl_s)
         self.ledger = self._open_ledger(state_dir(config))
         self.gate = Gate(settings.batch_concurrency, gives_way=not config.slo.is_set)
+        self._config = config
         self._drain = drain
-        self._timeout_s = config.coordinator.request_timeout_s
         self.jobs = Jobs(config, state_dir(config), self.gate, drain, metrics)
 
     def install(self, app: Any, on_error: OnError) -> None:
@@ -110,15 +110,8 @@ class Gateway:
         """NOTE: the import is here, not above: it brings an HTTP client, which a server of one model need not load."""
         from coordinator.gateway.upstreams import Upstreams, read_keys
 
-        app.add_middleware(
-            Upstreams,
-            settings=self.settings,
-            model=self.model,
-            keys=read_keys(self.settings, self.model),
-            max_body_bytes=self.max_body_bytes,
-            timeout_s=self._timeout_s,
-            drain=self._drain,
-        )
+        keys = read_keys(self.settings, self.model)
+        app.add_middleware(Upstreams, config=self._config, model=self.model, keys=keys, drain=self._drain)
 
     @asynccontextmanager
     async def running(self, app: ASGIApp) -> AsyncIterator[None]:

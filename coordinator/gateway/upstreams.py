@@ -17,6 +17,7 @@ import hashlib
 import json
 import re
 from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,18 @@ import aiohttp
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from contracts.config import BatonConfig
 from contracts.config_gateway import GatewayConfig, Upstream
-from contracts.errors import BatonError, ConfigError, DeadlineError, Fault, OverloadedError, WorkerLostError
-from coordinator.answer import unless_left
+from contracts.errors import (
+    BatonError,
+    ConfigError,
+    DeadlineError,
+    Fault,
+    OverloadedError,
+    RequestError,
+    WorkerLostError,
+)
+from coordinator.answer import SlowReaderError, unless_left
 from coordinator.body import read_json
 from coordinator.drain import Drain
 from coordinator.errors_http import encode_json, error_body
@@ -51,20 +61,13 @@ class Upstreams:
     """The middleware, inside of GatewayScope."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        settings: GatewayConfig,
-        model: str,
-        keys: dict[str, str | None],
-        max_body_bytes: int,
-        timeout_s: float,
-        drain: Drain,
+        self, app: ASGIApp, config: BatonConfig, model: str, keys: dict[str, str | None], drain: Drain
     ) -> None:
         self._app = app
-        self._settings = settings
+        self._settings = config.gateway
+        self._coordinator = config.coordinator
+        self._max_body_bytes = config.server.max_body_bytes
         self._model = model
-        self._max_body_bytes = max_body_bytes
-        self._timeout_s = timeout_s
         self._drain = drain
         self._keys = keys
 
@@ -87,8 +90,15 @@ class Upstreams:
                 ours = replay(encode(body | {"model": name}), again)
                 await self._app(scope, ours, gate)
             else:
-                exchange = _Exchange(self._settings.upstreams[name], name, path, self._keys[name], context)
-                with self._drain.opened(exchange):
+                exchange = _Exchange(
+                    self._settings.upstreams[name],
+                    name,
+                    path,
+                    self._keys[name],
+                    context,
+                    self._coordinator.slow_reader_timeout_s,
+                )
+                with self._drain.opened(exchange), suppress(SlowReaderError):  # nobody is left to be told
                     await unless_left(exchange.run(body, self._deadline(context), gate), again)
             if not gate.is_shut:
                 return
@@ -96,19 +106,15 @@ class Upstreams:
 
     def _chain(self, asked: Any) -> list[str]:
         """Names to try in turn. What nobody serves is for the routes to refuse."""
-        name = (
-            self._model
-            if asked is None
-            else self._settings.aliases.get(asked, asked)
-            if isinstance(asked, str)
-            else asked
-        )
+        name = self._model
+        if isinstance(asked, str):
+            name = self._settings.aliases.get(asked, asked)
         if name != self._model and name not in self._settings.upstreams:
             return [self._model]
         return list(dict.fromkeys([name, *self._settings.fallbacks.get(name, [])]))
 
     def _deadline(self, context: RequestContext) -> float:
-        own = asyncio.get_running_loop().time() + self._timeout_s
+        own = asyncio.get_running_loop().time() + self._coordinator.request_timeout_s
         return own if context.deadline is None else min(own, context.deadline)
 
 
@@ -139,6 +145,7 @@ class _Exchange:
     path: str
     key: str | None
     context: RequestContext
+    slow_reader_timeout_s: float
     _failure: BatonError | None = None
     _response: aiohttp.ClientResponse | None = None
     _has_begun: bool = False
@@ -166,7 +173,7 @@ class _Exchange:
             if not usage.is_stream:
                 raise ours from error  # the server closes the connection, which is all that is left to say
             told = b"data: " + encode_json(error_body(ours)) + b"\n\ndata: [DONE]\n\n"
-            await gate({"type": "http.response.body", "body": told, "more_body": False})
+            await self._write(gate, {"type": "http.response.body", "body": told, "more_body": False})
         finally:
             usage.charge()
 
@@ -196,11 +203,23 @@ class _Exchange:
                 for each in _PASSED
                 if each in response.headers
             ]
-            await gate({"type": "http.response.start", "status": response.status, "headers": passed})
+            await self._write(
+                gate, {"type": "http.response.start", "status": response.status, "headers": passed}
+            )
             self._has_begun = True
             async for part in parts:
-                await gate({"type": "http.response.body", "body": part, "more_body": True})
-            await gate({"type": "http.response.body", "body": b"", "more_body": False})
+                await self._write(gate, {"type": "http.response.body", "body": part, "more_body": True})
+            await self._write(gate, {"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write(self, gate: _Gate, message: Message) -> None:
+        """Raises SlowReaderError for a client that takes nothing."""
+        try:
+            async with asyncio.timeout(self.slow_reader_timeout_s) as timeout:
+                await gate(message)
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise  # the deadline of the whole
+            raise SlowReaderError from error
 
     def _check(self, response: aiohttp.ClientResponse) -> None:
         """Raises what our client must hear in our words: that the set-up is wrong, or that a proxy answered."""
@@ -214,12 +233,17 @@ class _Exchange:
         """The request under the model's name there, within our caller's bounds, apart from other tenants' caches."""
         told = body | {"model": self.upstream.model or self.name}
         context = self.context
-        if context.salt_prefix:
+        if context.salt_prefix and isinstance(body.get("cache_salt"), str | None):
             source = f"{context.salt_prefix}{body.get('cache_salt') or ''}"
             told["cache_salt"] = hashlib.blake2b(source.encode(), digest_size=32).hexdigest()
         most, (field, default) = context.limits.max_output_tokens, _ENDPOINTS[self.path]
-        if most is not None and all(body.get(name) is None for name in (field, "max_tokens")):
+        asked = [body[name] for name in (field, "max_tokens") if body.get(name) is not None]
+        if most is not None and not asked:
             told[field] = most if default is None else min(most, default)
+        if most is not None and not all(
+            type(each) is int for each in asked
+        ):  # nobody has compared it with `most`
+            raise RequestError(f"{field}: expected a whole number", param=field)
         options = body.get("stream_options") or {}
         if body.get("stream") is True and self.path != "/v1/responses" and isinstance(options, dict):
             told["stream_options"] = {**options, "include_usage": True}

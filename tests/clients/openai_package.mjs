@@ -2,7 +2,10 @@
 // What it throws ends the process with its stack; the last line says how many checks there were.
 
 import assert from "node:assert/strict";
+import { File } from "node:buffer";
 import OpenAI, { toFile } from "openai";
+
+globalThis.File ??= File; // node 18
 
 const model = "bytes";
 const client = new OpenAI({ baseURL: process.argv[2], apiKey: "none", maxRetries: 0, timeout: 20_000 });

@@ -260,6 +260,7 @@ def check_what_is_not_built(api: Api, body: dict[str, Any]) -> None:
     plain = {key: value for key, value in body.items() if key != "suffix"}
     api.refused(TEXT, plain | {"use_beam_search": True}, "use_beam_search")
     api.refused(TEXT, plain | {"best_of": 2, "stream": True}, "best_of")
+    assert len(api.ok(TEXT, plain | {"best_of": 2, "temperature": 1})["choices"]) == 1
 
 
 # --- chat -------------------------------------------------------------------------------------------------------------

@@ -210,6 +210,32 @@ async def test_an_echoed_prompt_has_logprobs_like_the_output() -> None:
         assert [t for each in streamed for t in each["token_logprobs"]] == found["token_logprobs"]
 
 
+async def test_best_of_answers_the_outputs_that_the_model_finds_likeliest() -> None:
+    def script(request: Any) -> list[Any]:
+        number = int(request.request_id.rpartition("-")[2])
+        logprob = (-0.9, -0.1, -0.5)[number % 3]
+        return [*(Token(i, 97 + number, logprob) for i in range(2)), Finished("stop", 0)]
+
+    async with service(script) as s:
+        answer = (await s.complete(["p", "q"], n=2, best_of=3, seed=1)).json()
+        assert [(c["index"], c["text"]) for c in answer["choices"]] == [
+            (0, "bb"),
+            (1, "cc"),
+            (2, "ee"),
+            (3, "ff"),
+        ]
+        assert answer["usage"]["completion_tokens"] == 12  # what was drawn
+        assert answer["choices"][0]["logprobs"] is None
+        assert {request.sampling.num_logprobs for request in s.backend.requests} == {0}
+        assert len({request.sampling.seed for request in s.backend.requests}) == 3  # of either prompt
+        listed = (await s.complete("p", best_of=3, logprobs=1)).json()["choices"]
+        assert [c["logprobs"]["token_logprobs"] for c in listed] == [[-0.1, -0.1]]
+        echoed = (await s.complete(["p", "q"], best_of=2, echo=True)).json()["choices"]
+        assert [c["text"][0] for c in echoed] == ["p", "q"]
+        one = (await s.complete("p", best_of=3, temperature=0)).json()
+        assert len(one["choices"]) == 1
+
+
 async def test_prompt_logprobs_are_listed_as_vllm_does() -> None:
     async with service(with_prompt("ok")) as s:
         expected = [

@@ -39,6 +39,8 @@ EVERYTHING: dict[str, Any] = {
     "input_guards": ["examples.mask_emails:mask_prompt"],
     "output_guards": ["examples.mask_emails:mask_answer"],
     "aliases": {"b": "bytes"},
+    "upstreams": {"another-server": {"url": "http://127.0.0.1:1"}},
+    "fallbacks": {"bytes": ["another-server"]},
     "max_file_bytes": 4096,
 }
 # Each example has an application of its own; the limit is on their number.

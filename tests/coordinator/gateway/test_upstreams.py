@@ -289,6 +289,52 @@ async def test_guards_and_caps_hold_for_other_servers_too(tmp_path: Path) -> Non
             assert error_of(await s.chat(model="x", max_tokens=31))["param"] == "max_tokens"
 
 
+@pytest.mark.parametrize("model", [5, [], {}, True, "", "x" * 10_000])
+async def test_a_model_that_is_no_name_is_refused(model: Any, tmp_path: Path) -> None:
+    async with gateway_service(folder=tmp_path, upstreams={"x": {"url": "http://127.0.0.1:1"}}) as s:
+        response = await s.chat(model=model)
+        assert response.status_code in (400, 404)
+        assert error_of(response)["param"] == "model"
+
+
+async def test_a_cap_that_cannot_be_compared_is_no_way_around_it(tmp_path: Path) -> None:
+    async with gateway_service(
+        folder=tmp_path, max_output_tokens=9, upstreams={"x": {"url": "http://127.0.0.1:1"}}
+    ) as s:
+        response = await s.chat(model="x", max_tokens=1e9)
+        assert (response.status_code, error_of(response)["code"]) == (400, "invalid_value")
+
+
+async def test_a_client_that_does_not_read_is_not_waited_for(tmp_path: Path) -> None:
+    endless = b'data: {"choices": [{"index": 0, "delta": {"content": "' + b"x" * 60_000 + b'"}}]}\n\n'
+    is_left = asyncio.Event()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n")
+        try:
+            while True:
+                writer.write(endless)
+                await writer.drain()
+        except ConnectionError:
+            is_left.set()
+
+    async with raw_server(handle) as url:
+        config = make_config(
+            gateway={"state_dir": str(tmp_path), "upstreams": {"x": {"url": url}}},
+            coordinator={"slow_reader_timeout_s": 0.2},
+        )
+        async with server(config=config, send_buffer=4096) as (front, _):
+            host, _, port = front.removeprefix("http://").removesuffix("/v1").partition(":")
+            reader, writer = await asyncio.open_connection(host, int(port), limit=4096)
+            body = json.dumps({"model": "x", "messages": MESSAGES, "stream": True}).encode()
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            writer.write(head.encode() + body)
+            await reader.readexactly(100)
+            async with asyncio.timeout(SOON_S):
+                await is_left.wait()
+            writer.close()
+
+
 async def test_lines_of_batches_go_to_other_servers(tmp_path: Path) -> None:
     line = {
         "custom_id": "a",
