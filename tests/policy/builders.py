@@ -6,8 +6,9 @@ import math
 import random
 from collections.abc import Mapping
 
+from contracts.roles import RoleLabel
 from policy.chunks import Cadence
-from policy.fleet import RoleLabel, WorkerState
+from policy.fleet import WorkerState
 from policy.link_model import LinkModel
 from policy.place import Job, Placer, PlaceRules
 from policy.queue import ServiceClass, Waiting

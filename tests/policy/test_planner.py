@@ -114,6 +114,19 @@ def test_replicas_follow_demand_out_of_the_dead_band() -> None:
     assert planner.plan(mix(best * 0.2), workers, 2.0).num_workers <= 3
 
 
+def test_a_fleet_too_small_for_specialists_grows_all_the_same() -> None:
+    planner, workers = Planner(PlanRules(), KV), list(fleet_of(1, 1).workers.values())
+    calm = planner.plan(mix(0.1), workers, 0.0)
+    assert (calm.cause, set(calm.rates), calm.num_workers) == ("small", {0}, 2)
+    assert planner.plan(mix(3 * calm.rates[0]), workers, 1.0).num_workers >= 7
+
+
+def test_who_gets_no_requests_needs_two_workers() -> None:
+    planner = Planner(PlanRules(), KV)
+    plan = planner.plan(None, list(fleet_of(4, 4).workers.values()), 0.0)
+    assert (plan.cause, plan.num_workers, plan.flips) == ("no_demand", 2, ())
+
+
 def test_more_workers_carry_more() -> None:
     model, rules = make_model(), PlanRules()
     rates = [sustainable_rate(model, mix(), n, n, KV, rules) for n in (1, 2, 4)]
