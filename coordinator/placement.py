@@ -2,8 +2,9 @@
 
 The rule of load, for whenever predict.py has nothing better to say: decode is the least busy worker that has room for
 the known tokens now and could hold the whole request; prefill is the one with the fewest prompt tokens ahead that holds
-a tested connection to it; without such a pair, decode reads the prompt itself. Load is counted at dispatch and ties
-break at random, so a burst spreads.
+a tested connection to it, or is that very worker if it is a mixed one (among equals: whose reading disturbs the fewest
+answers); without any, decode reads the prompt itself. Load is counted at dispatch and ties break at random, so a burst
+spreads.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from contracts.blocks import num_blocks_for
+from contracts.roles import RoleLabel
 from contracts.steps import StepReport
 
 
@@ -21,6 +23,8 @@ from contracts.steps import StepReport
 class WorkerView:
     """One ready worker. `num_tokens`: prompt tokens dispatched and not finished; `peers`: tested kv connections;
     `speeds`: (peer, bytes per second) of their self-tests; `steps`: what its steps cost, None while it does not know.
+    `num_reading`: those of its requests that it only reads, for another worker to answer; `role`: its label;
+    `epoch`: of the order that gave it.
     """
 
     worker_id: str
@@ -33,6 +37,14 @@ class WorkerView:
     speeds: tuple[tuple[str, float], ...] = ()
     bytes_per_token: int = 0
     steps: StepReport | None = None
+    num_reading: int = 0
+    role: RoleLabel = "mixed"
+    epoch: int = 0
+
+    @property
+    def num_streams(self) -> int:
+        """Requests that it answers, or will."""
+        return self.num_requests - self.num_reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +84,13 @@ def place(
     if not room:
         return None
     decode = min(room, key=lambda d: (d.worker_id in avoid, d.num_requests / d.max_num_seqs, draw()))
-    paired = [p for p in prefills if decode.worker_id in p.peers and p.num_blocks >= demand.num_blocks]
-    if not paired:
-        return Placement(decode.worker_id, None)
-    prefill = min(paired, key=lambda p: (p.worker_id in avoid, p.num_tokens, draw()))
-    return Placement(decode.worker_id, prefill.worker_id)
+    reader_id = decode.worker_id
+    able = [p for p in prefills if reader_id in (p.worker_id, *p.peers) and p.num_blocks >= demand.num_blocks]
+    if able:
+        reader_id = min(
+            able, key=lambda p: (p.worker_id in avoid, p.num_tokens, p.num_streams, draw())
+        ).worker_id
+    return Placement(decode.worker_id, None if reader_id == decode.worker_id else reader_id)
 
 
 def has_room(decode: WorkerView, demand: Demand) -> bool:

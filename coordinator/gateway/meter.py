@@ -15,6 +15,7 @@ from contracts.errors import DeadlineError
 from contracts.request import Finished, GenerateRequest, Token
 from coordinator.backend import Backend, Capacity, Readiness, TokenStream, WorkerAudit
 from coordinator.gateway.context import CURRENT, RequestContext
+from coordinator.planning import PlanRecord
 from coordinator.predict import Record
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,9 @@ class MeteredBackend:
 
     def decisions(self) -> list[Record]:
         return self._inner.decisions()
+
+    def plans(self) -> list[PlanRecord]:
+        return self._inner.plans()
 
 
 class _MeteredStream:

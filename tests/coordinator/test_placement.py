@@ -53,6 +53,17 @@ def test_workers_that_failed_the_request_are_the_last_choice() -> None:
     assert place(NEED, [P1], [D1], frozenset({"p1", "d1"})) == Placement("d1", "p1")
 
 
+def test_a_mixed_worker_reads_for_itself_unless_the_other_has_less_to_read_or_fewer_answers_to_disturb() -> (
+    None
+):
+    a, b = view("a", peers=frozenset({"b"})), view("b", peers=frozenset({"a"}), num_requests=3, num_tokens=9)
+    assert place(NEED, [a, b], [a, b]) == Placement("a", None)
+    reading = replace(a, num_requests=1, num_reading=1, num_tokens=20)
+    assert place(NEED, [reading, b], [reading, b]) == Placement("a", "b")
+    writing, idle = replace(a, num_requests=2), replace(b, num_requests=1, num_reading=1, num_tokens=0)
+    assert place(NEED, [writing, idle], [writing, replace(idle, num_requests=8)]) == Placement("a", "b")
+
+
 def test_ties_spread() -> None:
     rng = random.Random(3)
     found = {place(NEED, [P1, P2], [D1, D2], frozenset(), rng) for _ in range(50)}
