@@ -300,10 +300,12 @@ class Planner:
         return Flip(worker.worker_id, role, self._epoch)
 
     def _replicas(self, mix: Mix | None, rates: dict[int, float], size: int) -> int:
-        """Workers that carry the demand at the target utilisation, moved only out of the dead-band. Two carry none."""
+        """Workers that carry the demand at the target utilisation, moved only out of the dead-band. Two carry none; at
+        most twice those there are, since a rate of next to nothing says that a promise cannot be kept at all.
+        """
         rules = self._rules
         load = 0.0 if mix is None else mix.requests_per_s / max(max(rates.values(), default=0.0), 1e-9)
-        wanted = max(2, math.ceil(size * load / rules.replica_utilization))
+        wanted = max(2, min(math.ceil(size * load / rules.replica_utilization), 2 * size))
         if abs(wanted - self._num_workers) > rules.replica_dead_band * self._num_workers:
             self._num_workers = wanted
         return self._num_workers

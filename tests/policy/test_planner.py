@@ -118,7 +118,14 @@ def test_a_fleet_too_small_for_specialists_grows_all_the_same() -> None:
     planner, workers = Planner(PlanRules(), KV), list(fleet_of(1, 1).workers.values())
     calm = planner.plan(mix(0.1), workers, 0.0)
     assert (calm.cause, set(calm.rates), calm.num_workers) == ("small", {0}, 2)
-    assert planner.plan(mix(3 * calm.rates[0]), workers, 1.0).num_workers >= 7
+    assert planner.plan(mix(1.5 * calm.rates[0]), workers, 1.0).num_workers == 4
+
+
+def test_a_promise_that_cannot_be_kept_does_not_ask_for_the_moon() -> None:
+    hopeless = Mix(10.0, 1000, 1000, 200, Cadence(0.001))
+    plan = Planner(PlanRules(), KV).plan(hopeless, list(fleet_of(4, 4).workers.values()), 0.0)
+    assert max(plan.rates.values()) == pytest.approx(0.0, abs=1e-6)
+    assert plan.num_workers == 16
 
 
 def test_who_gets_no_requests_needs_two_workers() -> None:
