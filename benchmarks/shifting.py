@@ -197,10 +197,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--window-s", type=float, default=5.0)
     parser.add_argument("--target", type=float, default=0.9, help="attainment that counts as kept")
     # For the embedded model on two cores; a GPU takes a hundred times as much.
-    parser.add_argument("--prompt-rate", type=float, default=1.2, help="requests/s before the shift")
+    parser.add_argument("--prompt-rate", type=float, default=0.8, help="requests/s before the shift")
     parser.add_argument("--prompt-tokens", type=int, default=160)
     parser.add_argument("--prompt-answer-tokens", type=int, default=8)
-    parser.add_argument("--answer-rate", type=float, default=0.7, help="requests/s after the shift")
+    parser.add_argument("--answer-rate", type=float, default=0.5, help="requests/s after the shift")
     parser.add_argument("--answer-prompt-tokens", type=int, default=24)
     parser.add_argument("--answer-tokens", type=int, default=64)
     parser.add_argument("--out", type=Path, help="folder for requests.jsonl")

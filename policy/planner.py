@@ -169,8 +169,10 @@ def sustainable_rate(
     most_streams = min(rules.max_streams, 0.95 * kv_tokens / max(context, 1.0))
     gap_s = mix.cadence.gap_s
     chunk_past = int(mix.prompt_tokens / 2)
-    low, high = 0.0, num_writers * most_streams / max(mix.output_tokens * model.decode.base_s, 1e-9)
-    for _ in range(16):
+    # No step is shorter than that of one stream alone.
+    shortest_s = model.decode_step_s(1, context)
+    low, high = 0.0, num_writers * most_streams / max(mix.output_tokens * shortest_s, 1e-9)
+    for _ in range(24):
         rate = (low + high) / 2
         # Full steps last the whole gap; so many streams are alive at a time.
         streams = rate * mix.output_tokens * gap_s / num_writers

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from contracts.messages import Role
 from contracts.roles import Duty, RoleLabel
+from coordinator.fleet import Fleet
 from coordinator.planning import running
-from tests.local_cluster import LocalCluster, greedy, local_cluster
+from tests.local_cluster import SECRET, LocalCluster, greedy, local_cluster
 from worker.steps import KNOWN_STEPS
 
 PROMISES = {"slo__ttft_ms": 60_000.0, "slo__itl_ms": 60_000.0}
+ROLES: tuple[Role, Role] = ("prefill", "decode")
 NUM_STREAMS = 6
 # No two begin alike, so that none is answered from another's cache.
 PROMPTS = [[3 + number, *(3 + (7 * i + number) % 40 for i in range(40 + number))] for number in range(24)]
@@ -91,3 +94,19 @@ async def test_a_pair_becomes_mixed_once_its_steps_are_known(tiny_model: Path) -
         plans = cluster.backend.plans()
         assert sum(len(record.plan.flips) for record in plans if record.plan) == 2
         await cluster.settled()
+
+
+async def test_the_workers_tell_the_ingress_replicas_of_each_other(tiny_model: Path) -> None:
+    async with local_cluster(tiny_model, **PROMISES) as cluster:
+        assert cluster.fleet.is_leader
+        other = Fleet(cluster.config, SECRET)
+        for role in ROLES:
+            other.sync(role, [worker.info for worker in cluster.workers.values() if worker.info.role == role])
+        async with asyncio.timeout(10):
+            while cluster.fleet.num_coordinators < 2 or other.num_coordinators < 2:
+                await cluster.fleet.changed(0.1)
+            while cluster.fleet.is_leader is other.is_leader:
+                await cluster.fleet.changed(0.1)
+            await other.close()
+            while cluster.fleet.num_coordinators > 1 or not cluster.fleet.is_leader:
+                await cluster.fleet.changed(0.1)

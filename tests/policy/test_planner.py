@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from policy.chunks import Cadence
 from policy.fleet import FleetView
 from policy.planner import Demand, Mix, Plan, Planner, PlanRules, sustainable_rate
+from policy.step_model import Coefficients, StepModel
 from tests.policy.builders import make_model, make_worker
 
 KV = 1 << 20
@@ -140,6 +141,13 @@ def test_more_workers_carry_more() -> None:
     assert rates[1] == pytest.approx(2 * rates[0], rel=0.02)
     assert rates[2] == pytest.approx(4 * rates[0], rel=0.02)
     assert sustainable_rate(model, mix(), 4, 0, KV, rules) == 0.0
+
+
+def test_a_learnt_model_without_a_fixed_cost_has_a_rate_all_the_same() -> None:
+    """A fit of few steps may put everything on the streams."""
+    steep = StepModel(Coefficients(0.0, decode_s=0.010), Coefficients(0.0, 100e-6, decode_s=0.010))
+    rate = sustainable_rate(steep, mix(1.0, 100, 50), 0, 2, KV, PlanRules())
+    assert 1.0 < rate < 4.0  # 3.8 streams in a gap of 38 ms on each, less what reading takes
 
 
 def test_demand_measures_rate_and_lengths() -> None:
