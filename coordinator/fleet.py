@@ -174,6 +174,7 @@ class Fleet:
             num_reading=link.num_reading,
             role=link.label,
             epoch=status.duty.epoch if status.duty is not None else 0,
+            home=link.info.role,
         )
 
     def _link_changed(self, link: WorkerLink) -> None:

@@ -1,10 +1,10 @@
 """Where a request goes. Pure: views in, a decision out; no clock, no I/O.
 
 The rule of load, for whenever predict.py has nothing better to say: decode is the least busy worker that has room for
-the known tokens now and could hold the whole request; prefill is the one with the fewest prompt tokens ahead that holds
-a tested connection to it, or is that very worker if it is a mixed one (among equals: whose reading disturbs the fewest
-answers); without any, decode reads the prompt itself. Load is counted at dispatch and ties break at random, so a burst
-spreads.
+the known tokens now and could hold the whole request; prefill is the one that will have read the prompt first and holds
+a tested connection to it; without such a pair, decode reads the prompt itself. A mixed worker does the work of its pool
+first: it writes for a reader's pool when nobody else has room, and reads beside its answers, which takes about twice as
+long, when that is sooner all the same. Load is counted at dispatch and ties break at random, so a burst spreads.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from contracts.blocks import num_blocks_for
+from contracts.messages import Role
 from contracts.roles import RoleLabel
 from contracts.steps import StepReport
 
@@ -24,7 +25,7 @@ class WorkerView:
     """One ready worker. `num_tokens`: prompt tokens dispatched and not finished; `peers`: tested kv connections;
     `speeds`: (peer, bytes per second) of their self-tests; `steps`: what its steps cost, None while it does not know.
     `num_reading`: those of its requests that it only reads, for another worker to answer; `role`: its label;
-    `epoch`: of the order that gave it.
+    `epoch`: of the order that gave it; `home`: its pool, None: no matter.
     """
 
     worker_id: str
@@ -40,6 +41,7 @@ class WorkerView:
     num_reading: int = 0
     role: RoleLabel = "mixed"
     epoch: int = 0
+    home: Role | None = None
 
     @property
     def num_streams(self) -> int:
@@ -49,15 +51,19 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request takes: `num_blocks` now (known tokens and the next), `max_blocks` if it runs to its limit."""
+    """What a request takes: `num_blocks` now (known tokens and the next), `max_blocks` if it runs to its limit.
+    `num_tokens`: to read.
+    """
 
     num_blocks: int
     max_blocks: int
+    num_tokens: int = 0
 
     @classmethod
     def of(cls, num_known: int, max_total: int, block_size: int) -> Self:
         """From counts of tokens."""
-        return cls(num_blocks_for(num_known + 1, block_size), num_blocks_for(max_total, block_size))
+        num_blocks = num_blocks_for(num_known + 1, block_size)
+        return cls(num_blocks, num_blocks_for(max_total, block_size), num_known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +89,18 @@ def place(
     room = [d for d in decodes if has_room(d, demand)]
     if not room:
         return None
-    decode = min(room, key=lambda d: (d.worker_id in avoid, d.num_requests / d.max_num_seqs, draw()))
-    reader_id = decode.worker_id
-    able = [p for p in prefills if reader_id in (p.worker_id, *p.peers) and p.num_blocks >= demand.num_blocks]
-    if able:
-        reader_id = min(
-            able, key=lambda p: (p.worker_id in avoid, p.num_tokens, p.num_streams, draw())
-        ).worker_id
-    return Placement(decode.worker_id, None if reader_id == decode.worker_id else reader_id)
+
+    def writing(d: WorkerView) -> tuple[bool, bool, float, float]:
+        return d.worker_id in avoid, d.home == "prefill", d.num_requests / d.max_num_seqs, draw()
+
+    def reading(p: WorkerView) -> tuple[bool, int, float]:
+        times = 2 if p.home == "decode" else 1
+        return p.worker_id in avoid, p.num_tokens + times * demand.num_tokens, draw()
+
+    decode_id = min(room, key=writing).worker_id
+    able = [p for p in prefills if decode_id in (p.worker_id, *p.peers) and p.num_blocks >= demand.num_blocks]
+    prefill_id = min(able, key=reading).worker_id if able else decode_id
+    return Placement(decode_id, None if prefill_id == decode_id else prefill_id)
 
 
 def has_room(decode: WorkerView, demand: Demand) -> bool:

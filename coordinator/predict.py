@@ -176,7 +176,10 @@ class Predictor:
     def _states(
         self, readers: Sequence[WorkerView], writers: Sequence[WorkerView], itl_s: float
     ) -> list[WorkerState] | None:
-        """One for each worker, "mixed" if it both reads and writes; None while a kind of step is known to nobody."""
+        """One for each worker; None while a kind of step is known to nobody. One that may do both does the work of its
+        pool, so that prompts and answers meet no more than they must: placement has a writer read, and a reader write,
+        where that is sooner or there is no other.
+        """
         views = {view.worker_id: view for view in (*readers, *writers)}
         reports = whole_reports(views.values())
         if reports is None:
@@ -184,7 +187,7 @@ class Predictor:
         reading, writing = ({view.worker_id for view in group} for group in (readers, writers))
         states = []
         for worker_id, view in views.items():
-            role: RoleLabel = "mixed"
+            role: RoleLabel = view.home or "mixed"
             if worker_id not in reading or worker_id not in writing:
                 role = "prefill" if worker_id in reading else "decode"
             states.append(self._state(view, role, reports[worker_id], itl_s))

@@ -173,6 +173,16 @@ def test_a_mixed_worker_is_weighed_both_ways_and_what_it_reads_for_others_is_no_
     assert options == {("remote", "b", "a"), ("local", "a", "a"), ("local", "b", "b")}
 
 
+def test_a_mixed_pair_does_the_work_of_its_pools_first_and_the_others_where_it_must() -> None:
+    p = predictor(itl_ms=12.0)
+    a = view("a", peers=frozenset({"b"}), home="prefill")
+    b = view("b", peers=frozenset({"a"}), num_requests=1, home="decode")
+    assert p.place(request(), 0.0, [a, b], [a, b]) == Placement("b", "a")
+    crowded = replace(b, num_requests=60)  # one more would break the promise of all
+    assert p.place(request(), 0.0, [a, crowded], [a, crowded]) == Placement("a", None)
+    assert last(p).rule == "predicted"
+
+
 def test_a_pair_without_a_tested_connection_is_never_chosen() -> None:
     p = predictor()
     assert p.place(request(), 0.0, [replace(P1, peers=frozenset())], [D1]) == Placement("d1", None)
