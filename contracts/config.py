@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from contracts.config_faults import explain
 from contracts.config_gateway import GatewayConfig
+from contracts.config_planner import PlannerConfig, replica_faults
 from contracts.config_section import Section
 from contracts.config_slo import SloConfig
 from contracts.errors import ConfigError
@@ -90,6 +91,12 @@ class PoolConfig(Section):
     """One pool: a Serve deployment."""
 
     num_replicas: int = Field(1, ge=0, description="Workers in the pool.")
+    min_replicas: int = Field(1, ge=1, description="Fewest workers, with max_replicas.")
+    max_replicas: int | None = Field(
+        None,
+        ge=1,
+        description="Most workers: the planner moves their number between min_replicas and this, from num_replicas on. Empty: it stays as it is.",
+    )
     num_cpus: float = Field(0.5, ge=0, description="Ray CPUs per worker.")
     num_gpus: float = Field(0.0, ge=0, description="Ray GPUs per worker.")
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
@@ -107,6 +114,10 @@ class PoolConfig(Section):
     drain_timeout_s: float = Field(
         30.0, ge=0, description="How long a stopping worker may finish its requests."
     )
+
+    @property
+    def most_replicas(self) -> int:
+        return self.max_replicas or self.num_replicas
 
 
 class PrefillPoolConfig(PoolConfig):
@@ -257,6 +268,10 @@ class BatonConfig(Section):
     )
     transfer: TransferConfig = Field(default_factory=TransferConfig, description="KV handoff.")
     slo: SloConfig = Field(default_factory=SloConfig, description="The two promises to users.")
+    planner: PlannerConfig = Field(
+        default_factory=PlannerConfig,
+        description="Roles and numbers of workers that follow the demand. Works with slo only.",
+    )
     server: ServerConfig = Field(default_factory=ServerConfig, description="The HTTP edge.")
     gateway: GatewayConfig = Field(
         default_factory=GatewayConfig, description="Keys, limits, usage, batches, hooks. All off by default."
@@ -266,6 +281,11 @@ class BatonConfig(Section):
     def is_colocated(self) -> bool:
         """No prefill pool: decode workers read prompts themselves."""
         return self.prefill.num_replicas == 0
+
+    @property
+    def is_planned(self) -> bool:
+        """Workers change their roles. Without promises there is nothing to weigh by."""
+        return self.planner.enabled and self.slo.is_set and not self.is_colocated
 
     @model_validator(mode="after")
     def _check_between(self) -> BatonConfig:
@@ -304,6 +324,9 @@ def _faults_between(config: BatonConfig) -> Iterator[str]:
             f"but got {engine.chunk_with_decodes}"
         )
     for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
+        if pool.max_replicas is not None:
+            bounds = (pool.min_replicas, pool.num_replicas, pool.max_replicas)
+            yield from replica_faults(role, bounds, config.is_planned)
         for name in _OWN_RESOURCES:
             if name in pool.resources:
                 yield f"{role}.resources: expected custom resources but got {name!r}; see {role}.num_cpus, {role}.num_gpus"

@@ -8,6 +8,7 @@ bump):
     2  Hello.data_address lists every transport; small probes are echoed; Data.checksum is xxh3, 0: none;
        ChunkDone grants; Fin may come before the last bytes
     3  SamplingParams may mask (allowed and bad tokens, grammar) and ask for the prompt's logprobs, told in Token
+    4  Orders; a worker tells its duty in Status
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ from typing import Literal
 from contracts.blocks import BlockAudit, KvLayout
 from contracts.errors import WireError
 from contracts.request import Finished, GenerateRequest, Token
+from contracts.roles import Duty, Orders
 from contracts.steps import StepReport
 from contracts.ticket import Ticket
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 Role = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Who a worker is, in this life. `incarnation` grows with every restart; `port` serves coordinators,
-    `kv_port` peers.
+    """Who a worker is, in this life. `role` is its pool's. `incarnation` grows with every restart; `port` serves
+    coordinators, `kv_port` peers.
     """
 
     worker_id: str
@@ -86,9 +88,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Grant blocks for the whole request on a decode worker. `handoff_id` "" means: this worker will
-    prefill it itself.
-    """
+    """Grant blocks for the whole request here. `handoff_id` "" means: this worker will prefill it itself."""
 
     request: GenerateRequest
     handoff_id: str
@@ -114,7 +114,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The workers to hold kv connections with (for a prefill worker all decode ones). Replaces the previous list."""
+    """The workers to hold kv connections with, all that this one may hand over to. Replaces the previous list."""
 
     workers: tuple[WorkerInfo, ...]
 
@@ -150,9 +150,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class HandedOff:
-    """Sent by prefill: the target has everything and goes on alone. `transfer_s` is the part not hidden
-    behind compute.
-    """
+    """Sent by prefill: the target has everything and goes on alone. `exposed_s`: transfer not hidden behind compute."""
 
     request_id: str
     num_bytes: int
@@ -200,7 +198,7 @@ class Status:
 
     `counters` are monotonic totals by metric name (contracts/metrics.py, the worker-owned ones). `labelled` are
     worker-owned metrics with labels of their own: name -> label values, joined by "," -> value. `reason` says why it
-    is not ready.
+    is not ready. `duty` None: its pool's role. `coordinators`: ids of those that are connected, sorted.
     """
 
     worker_id: str
@@ -215,6 +213,8 @@ class Status:
     steps: StepReport | None = None
     labelled: dict[str, dict[str, float]] = field(default_factory=dict)
     reason: str = ""
+    duty: Duty | None = None
+    coordinators: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,6 +376,7 @@ Message = (
     | Prefill
     | Cancel
     | Peers
+    | Orders
     | AskAudit
     | Reserved
     | Tokens

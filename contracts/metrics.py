@@ -106,6 +106,13 @@ METRICS: tuple[MetricSpec, ...] = (
         "baton_usage_write_failures_total", "counter", "Writes of the usage ledger to be tried again."
     ),
     MetricSpec("baton_batch_lines_total", "counter", "Batch lines ended, by how.", ("outcome",)),
+    MetricSpec("baton_role", "gauge", "1 for the label of the worker.", ("worker_id", "role")),
+    MetricSpec(
+        "baton_flips_total",
+        "counter",
+        "Labels that this coordinator, as the one that plans, has changed, by the plan's cause.",
+        ("from", "to", "reason"),
+    ),
     MetricSpec("baton_worker_ready", "gauge", "1 if the worker is ready.", _WORKER),
     MetricSpec(
         "baton_worker_step_age_seconds", "gauge", "Since the last sign of life of the engine.", _WORKER

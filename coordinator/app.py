@@ -36,6 +36,7 @@ from coordinator.handles import ServePool, worker_options
 from coordinator.http import make_app
 from coordinator.metrics import Metrics
 from coordinator.phases import make_phases
+from coordinator.planning import Planning, make_planning, running
 from decode.server import DecodeServer
 from engine.embedded import resolve_model
 from engine.text.tokenizer import load_text
@@ -51,10 +52,12 @@ def build(args: Mapping[str, Any] | None = None) -> Any:
     """
     config = read_args(args or {})
     secret = secrets.token_bytes(32)
-    decode = _node(DecodeServer, worker_options(config.decode), config, secret, make_phases)
+    decode = _node(DecodeServer, worker_options(config.decode, config.planner), config, secret, make_phases)
     prefill = None
     if not config.is_colocated:
-        prefill = _node(PrefillServer, worker_options(config.prefill), config, secret, make_phases)
+        prefill = _node(
+            PrefillServer, worker_options(config.prefill, config.planner), config, secret, make_phases
+        )
     options = {
         "num_replicas": config.coordinator.num_replicas,
         "ray_actor_options": {"num_cpus": config.coordinator.num_cpus},
@@ -112,12 +115,12 @@ class Coordinator:
             pools[role].hold(replica_id, request_id)
 
         flow = Flow(config, fleet, self._secret, hold, metrics, text.eos_ids)
-        app = make_app(
-            config, text, ClusterBackend(config, fleet, flow), metrics, _sees_clients(), self._drain
-        )
+        planning = make_planning(config, fleet, metrics)
+        backend = ClusterBackend(config, fleet, flow, planning)
+        app = make_app(config, text, backend, metrics, _sees_clients(), self._drain)
         # Serve adds x-request-id to every answer; a second one would be joined to it.
         app.state.ids_are_told_outside = True
-        app.router.lifespan_context = partial(_lifespan, fleet, list(pools.values()), self._drain)
+        app.router.lifespan_context = partial(_lifespan, fleet, list(pools.values()), planning, self._drain)
         return app
 
     async def drain(self, timeout_s: float) -> int:
@@ -126,11 +129,13 @@ class Coordinator:
 
 
 @asynccontextmanager
-async def _lifespan(fleet: Fleet, pools: list[ServePool], drain: Drain, app: FastAPI) -> AsyncIterator[None]:
+async def _lifespan(
+    fleet: Fleet, pools: list[ServePool], planning: Planning | None, drain: Drain, app: FastAPI
+) -> AsyncIterator[None]:
     """Follow the pools for as long as the replica lives."""
     for pool in pools:
         await pool.start()
-    async with app.state.gateway.running(app):
+    async with running(planning), app.state.gateway.running(app):
         yield
         await drain.drain(0.0)
     await asyncio.gather(*(pool.close() for pool in pools))

@@ -16,7 +16,9 @@ from typing import Protocol
 from contracts.blocks import BlockAudit
 from contracts.messages import BlockOwner, Role, Status
 from contracts.request import Finished, GenerateRequest, Token
+from contracts.roles import RoleLabel
 from contracts.service import Service
+from coordinator.planning import PlanRecord
 from coordinator.predict import Record
 
 
@@ -44,10 +46,11 @@ class PoolReadiness:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A worker's last heartbeat and the role it plays."""
+    """A worker's last heartbeat, the role of its pool, and its label: what it is used for now."""
 
     role: Role
     status: Status
+    label: RoleLabel
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,3 +103,6 @@ class Backend(Protocol):
 
     def decisions(self) -> list[Record]:
         """The last placements, newest first."""
+
+    def plans(self) -> list[PlanRecord]:
+        """The last plans, newest first; none where labels never move."""

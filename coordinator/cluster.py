@@ -14,6 +14,7 @@ from coordinator.backend import Capacity, PoolReadiness, Readiness, TokenStream,
 from coordinator.fleet import Fleet
 from coordinator.flow import Flow
 from coordinator.links import WorkerLink
+from coordinator.planning import Planning, PlanRecord
 from coordinator.predict import Record
 
 AUDIT_TIMEOUT_S = 5.0
@@ -22,21 +23,27 @@ AUDIT_TIMEOUT_S = 5.0
 class ClusterBackend:
     """A `Backend` (coordinator/backend.py) over real workers."""
 
-    def __init__(self, config: BatonConfig, fleet: Fleet, flow: Flow) -> None:
+    def __init__(
+        self, config: BatonConfig, fleet: Fleet, flow: Flow, planning: Planning | None = None
+    ) -> None:
         self._config = config
         self._fleet = fleet
         self._flow = flow
+        self._planning = planning
 
     def generate(
         self, request: GenerateRequest, deadline_s: float | None, service: Service | None = None
     ) -> TokenStream:
-        return self._flow.generate(request, deadline_s, service)
+        stream = self._flow.generate(request, deadline_s, service)
+        return stream if self._planning is None else self._planning.demand.measured(request, stream)
 
     def readiness(self) -> Readiness:
-        """Ready: a decode worker, and (unless colocated) a prefill worker whose transfer self-test with it passed."""
+        """Ready: a worker that answers, and (unless colocated) one that reads and has passed the transfer self-test
+        with it; by their labels, not by their pools.
+        """
         pools = tuple(self._pool(role) for role in ("prefill", "decode"))
         workers = tuple(
-            WorkerStatus(link.info.role, link.status)
+            WorkerStatus(link.info.role, link.status, link.label)
             for link in self._fleet.links()
             if link.status is not None
         )
@@ -56,6 +63,10 @@ class ClusterBackend:
         """The last placements, newest first."""
         return list(reversed(self._flow.predictor.records))
 
+    def plans(self) -> list[PlanRecord]:
+        """The last plans, newest first."""
+        return [] if self._planning is None else list(reversed(self._planning.records))
+
     async def _audit(self, link: WorkerLink) -> WorkerAudit | None:
         with suppress(WorkerLostError):
             reply = await link.audit(AUDIT_TIMEOUT_S)
@@ -67,7 +78,7 @@ class ClusterBackend:
 
     def _pool(self, role: Role) -> PoolReadiness:
         links = [link for link in self._fleet.links() if link.info.role == role]
-        return PoolReadiness(role, len(links), len(self._fleet.views(role)))
+        return PoolReadiness(role, len(links), self._fleet.num_ready(role))
 
     def _missing(self) -> str:
         decodes = {view.worker_id for view in self._fleet.views("decode")}

@@ -1,5 +1,5 @@
 """For operators: `/debug/kv`, the block audit of every worker; `/debug/peers`, the KV paths between them;
-`/debug/decisions`, the last placements.
+`/debug/decisions`, the last placements and plans.
 
 Answers on loopback, or to the admin key. Behind a proxy on the same host (Serve's own, for one) the TCP peer
 is always loopback, whoever asked; there the LAST address of X-Forwarded-For counts, because that one was
@@ -19,6 +19,7 @@ from starlette.requests import Request
 from contracts.errors import AuthenticationError, PermissionDenied
 from coordinator.addresses import is_loopback
 from coordinator.backend import WorkerAudit, WorkerStatus
+from coordinator.planning import PlanRecord
 from coordinator.predict import Record
 
 
@@ -42,11 +43,42 @@ def audit_json(workers: list[WorkerAudit]) -> dict[str, Any]:
     return {"workers": [_worker(worker) for worker in workers]}
 
 
-def decisions_json(records: list[Record], now_s: float) -> dict[str, Any]:
+def decisions_json(records: list[Record], plans: list[PlanRecord], now_s: float) -> dict[str, Any]:
     """One object per request, newest first: its placement, or why it waits or was refused, with the predicted numbers
-    of every option in ms; null for what never ends.
+    of every option in ms, null for what never ends. One per plan: the requests per second that every split would carry.
     """
-    return {"decisions": [_decision(record, now_s) for record in records]}
+    return {
+        "decisions": [_decision(record, now_s) for record in records],
+        "plans": [_plan(record, now_s) for record in plans],
+    }
+
+
+def _plan(record: PlanRecord, now_s: float) -> dict[str, Any]:
+    plan, mix = record.plan, record.mix
+    told: dict[str, Any] = {
+        "age_s": round(now_s - record.at_s, 3),
+        "verdict": record.verdict,
+        "num_times": record.num_times,
+        "demand": mix
+        and {
+            "requests_per_s": round(mix.requests_per_s, 3),
+            "prompt_tokens": round(mix.prompt_tokens, 1),
+            "new_tokens": round(mix.new_tokens, 1),
+            "output_tokens": round(mix.output_tokens, 1),
+        },
+    }
+    if plan is None:
+        return told
+    return told | {
+        "reason": plan.reason,
+        "num_prefill": plan.num_prefill,
+        "wanted_prefill": plan.wanted_prefill,
+        "wanted_workers": plan.num_workers,
+        "requests_per_s_by_num_prefill": {str(n): round(rate, 3) for n, rate in plan.rates.items()},
+        "flips": [
+            {"worker_id": flip.worker_id, "role": flip.role, "epoch": flip.epoch} for flip in plan.flips
+        ],
+    }
 
 
 def _decision(record: Record, now_s: float) -> dict[str, Any]:
@@ -92,6 +124,7 @@ def _peers(worker: WorkerStatus) -> dict[str, Any]:
     return {
         "worker_id": status.worker_id,
         "role": worker.role,
+        "label": worker.label,
         "incarnation": status.incarnation,
         "is_ready": status.is_ready,
         "reason": status.reason,

@@ -1,7 +1,8 @@
-"""All workers of both pools: their links, their peers' list, and one event for "something changed".
+"""All workers of both pools: their links, labels and peers, and one event for "something changed".
 
-Serve says who exists (handles.py), links say who lives. A worker that Serve no longer lists gets nothing new and keeps
-its link while requests run on it:
+A worker's label (contracts/roles.py) says what it is used for; its pool says only where it came from. Serve says who
+exists (handles.py), links say who lives. A worker that Serve no longer lists gets nothing new and keeps its link while
+requests run on it:
 
     listed ──► leaving: requests may finish ──MOVE_SHARE of drain_timeout_s──► they go on elsewhere ──► dropped
                                                  (or stay, as long as no other decode worker is ready)
@@ -17,6 +18,7 @@ from contextlib import suppress
 from contracts.config import BatonConfig
 from contracts.errors import DrainingError, OverloadedError, WorkerLostError
 from contracts.messages import Hello, Peers, Role, WorkerInfo
+from contracts.roles import Duty, Orders
 from coordinator.drain import shutting_down
 from coordinator.links import WorkerLink
 from coordinator.placement import WorkerView
@@ -37,7 +39,7 @@ class Fleet:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._listed: dict[Role, frozenset[str]] = {"prefill": frozenset(), "decode": frozenset()}
         self._waiters: set[asyncio.Future[None]] = set()
-        # What every prefill worker shall know, and who knows it; `_peers` is a new object when membership changes.
+        # What every worker that reads shall know, and who knows it; `_peers` is a new object when membership changes.
         self._peers = Peers(())
         self._told: dict[str, Peers] = {}
         self._max_total_tokens: int | None = None
@@ -79,8 +81,39 @@ class Fleet:
         return tuple(self._links.values())
 
     def views(self, role: Role) -> list[WorkerView]:
-        """What placement sees: listed, live, ready workers of one pool."""
+        """What placement sees: listed, live, ready workers that may take new work of this role."""
         return [self._view(link) for link in self._links.values() if self._is_open(link, role)]
+
+    def all_views(self) -> list[WorkerView]:
+        """Listed, live, ready workers, whatever their label."""
+        return [self._view(link) for link in self._links.values() if self._is_usable(link)]
+
+    def num_ready(self, pool: Role) -> int:
+        return sum(self._is_usable(link) for link in self._links.values() if link.info.role == pool)
+
+    @property
+    def num_coordinators(self) -> int:
+        """Ingress replicas that are connected to the workers, this one included."""
+        return max((len(link.status.coordinators) for link in self._links.values() if link.status), default=1)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this replica plans: its id is the lowest of those that any worker knows. While workers disagree,
+        because one replica has just come or gone, nobody does.
+        """
+        known = [link.status.coordinators for link in self._links.values() if link.status]
+        return all(not ids or ids[0] == self._hello.sender_id for ids in known)
+
+    def order(self, worker_id: str, duty: Duty) -> None:
+        """Raises WorkerLostError if it is not connected; then it keeps its label."""
+        self.link(worker_id).send(Orders(duty))
+
+    def order_size(self, pool: Role, num_replicas: int) -> None:
+        """Tell all workers of a pool how many they should be. Who is not connected hears it next time."""
+        for link in self._links.values():
+            if link.info.role == pool and link.is_alive:
+                with suppress(WorkerLostError):
+                    link.send(Orders(pool_size=num_replicas))
 
     def max_total_tokens(self) -> int:
         """Prompt + output that the roomiest decode worker holds. While none is listed, what the last ones held: a
@@ -119,7 +152,10 @@ class Fleet:
         self._wake()
 
     def _is_open(self, link: WorkerLink, role: Role) -> bool:
-        return link.info.role == role and link.info.worker_id in self._listed[role] and link.is_ready
+        return link.label in (role, "mixed") and self._is_usable(link)
+
+    def _is_usable(self, link: WorkerLink) -> bool:
+        return link.info.worker_id in self._listed[link.info.role] and link.is_ready
 
     def _view(self, link: WorkerLink) -> WorkerView:
         status = link.status
@@ -135,6 +171,10 @@ class Fleet:
             speeds=tuple((peer.worker_id, 1e9 * peer.gigabytes_per_s) for peer in status.peers),
             bytes_per_token=link.info.layout.bytes_per_token,
             steps=status.steps,
+            num_reading=link.num_reading,
+            role=link.label,
+            epoch=status.duty.epoch if status.duty is not None else 0,
+            home=link.info.role,
         )
 
     def _link_changed(self, link: WorkerLink) -> None:
@@ -191,23 +231,31 @@ class Fleet:
         return True
 
     def _renew_peers(self) -> None:
-        """Every prefill worker knows all decode workers, so that connections exist before a request needs them."""
-        decodes = [link.info for link in self._links.values() if link.info.role == "decode"]
-        decodes.sort(key=lambda info: info.worker_id)
-        if tuple(decodes) != self._peers.workers:
-            self._peers = Peers(tuple(decodes))
+        """Connections exist before a request needs them: every worker that reads knows all that may write. Where
+        labels move that is everybody, so that none of its peers has to wait for the one that begins to write.
+        """
+        infos = (link.info for link in self._links.values())
+        writers = sorted(
+            (info for info in infos if info.role == "decode" or self._config.is_planned),
+            key=lambda info: info.worker_id,
+        )
+        if tuple(writers) != self._peers.workers:
+            self._peers = Peers(tuple(writers))
         for link in self._links.values():
             self._tell_peers(link)
 
     def _tell_peers(self, link: WorkerLink) -> None:
-        if link.info.role != "prefill":
-            return
         if not link.is_alive:
             self._told.pop(link.info.worker_id, None)
-        elif self._told.get(link.info.worker_id) is not self._peers:
+        elif _is_reader(link) and self._told.get(link.info.worker_id) is not self._peers:
             with suppress(WorkerLostError):  # just lost: it is told when it is back
                 link.send(self._peers)
                 self._told[link.info.worker_id] = self._peers
+
+
+def _is_reader(link: WorkerLink) -> bool:
+    """Also one that was: its last handoffs need the connections, and a later order finds them ready."""
+    return link.label != "decode" or (link.status is not None and bool(link.status.peers))
 
 
 def _max_total_tokens(info: WorkerInfo) -> int:

@@ -32,6 +32,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from contracts.config import PoolConfig
+from contracts.config_planner import PlannerConfig
 from contracts.errors import ProtocolError, WorkerLostError
 from contracts.messages import Role, WorkerInfo
 
@@ -294,13 +295,14 @@ async def _finish(response: DeploymentResponse[Any], timeout_s: float) -> Any:
         raise
 
 
-def worker_options(pool: PoolConfig) -> dict[str, Any]:
+def worker_options(pool: PoolConfig, planner: PlannerConfig | None = None) -> dict[str, Any]:
     """What a pool asks of Serve, for `deployment.options(**worker_options(pool))`.
 
     A replica that is scaled down or redeployed finishes the calls held on it, for `drain_timeout_s` at most.
+    `planner`: whose wishes Serve follows where the number of replicas moves.
     """
     return {
-        "num_replicas": pool.num_replicas,
+        **_replicas(pool, planner or PlannerConfig()),
         "ray_actor_options": {
             "num_cpus": pool.num_cpus,
             "num_gpus": pool.num_gpus,
@@ -315,4 +317,19 @@ def worker_options(pool: PoolConfig) -> dict[str, Any]:
         "request_router_config": {"request_router_class": "coordinator.handles:PinnedRouter"},
         # One line per held call says nothing that the request's own log does not.
         "logging_config": {"enable_access_log": False},
+    }
+
+
+def _replicas(pool: PoolConfig, planner: PlannerConfig) -> dict[str, Any]:
+    if pool.max_replicas is None:
+        return {"num_replicas": pool.num_replicas}
+    return {
+        "autoscaling_config": {
+            "min_replicas": pool.min_replicas,
+            "initial_replicas": pool.num_replicas,
+            "max_replicas": pool.max_replicas,
+            "upscale_delay_s": planner.upscale_delay_s,
+            "downscale_delay_s": planner.downscale_delay_s,
+            "policy": {"policy_function": "coordinator.replicas:wanted_replicas"},
+        }
     }

@@ -248,7 +248,8 @@ class Edge:
 
     async def debug_decisions(self, request: Request) -> Response:
         check_debug_access(request, self._config.server.admin_key, self._sees_clients)
-        return json_response(decisions_json(self._backend.decisions(), time.monotonic()))
+        plans, now_s = self._backend.plans(), time.monotonic()
+        return json_response(decisions_json(self._backend.decisions(), plans, now_s))
 
     async def debug_peers(self, request: Request) -> Response:
         check_debug_access(request, self._config.server.admin_key, self._sees_clients)

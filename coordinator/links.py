@@ -30,6 +30,7 @@ from contracts.messages import (
     WorkerInfo,
 )
 from contracts.request import Finished, Token
+from contracts.roles import RoleLabel
 
 logger = logging.getLogger("baton.coordinator")
 
@@ -61,6 +62,7 @@ class WorkerLink:
         self._sinks: dict[str, Callable[[Event], None]] = {}
         self._num_tokens: dict[str, int] = {}
         self._total_tokens = 0
+        self._reading: set[str] = set()
         self._audits: dict[int, asyncio.Future[AuditReply]] = {}
         self._call_ids = itertools.count(1)
 
@@ -74,6 +76,12 @@ class WorkerLink:
         return self.is_alive and self.status is not None and self.status.is_ready
 
     @property
+    def label(self) -> RoleLabel:
+        """What it is used for now: its duty, or its pool's role."""
+        duty = self.status.duty if self.status is not None else None
+        return self.info.role if duty is None else duty.role
+
+    @property
     def num_requests(self) -> int:
         """Requests this coordinator has here, counted from dispatch."""
         return len(self._sinks)
@@ -83,15 +91,24 @@ class WorkerLink:
         """Prompt tokens this coordinator has sent here and not seen the end of."""
         return self._total_tokens
 
+    @property
+    def num_reading(self) -> int:
+        """Those of its requests that another worker answers."""
+        return len(self._reading)
+
     def send(self, message: Message) -> None:
         """Raises WorkerLostError if the worker is not connected."""
         if self._channel is None:
             raise WorkerLostError(f"{self.info.worker_id} is not connected")
         self._channel.send(message)
 
-    def open(self, request_id: str, sink: Callable[[Event], None], num_tokens: int) -> None:
+    def open(
+        self, request_id: str, sink: Callable[[Event], None], num_tokens: int, is_answered_here: bool = True
+    ) -> None:
         """Events of `request_id` go to `sink` until `close`. `num_tokens` is the load it brings."""
         self._sinks[request_id] = sink
+        if not is_answered_here:
+            self._reading.add(request_id)
         self._num_tokens[request_id] = num_tokens
         self._total_tokens += num_tokens
 
@@ -106,6 +123,7 @@ class WorkerLink:
         if self._sinks.pop(request_id, None) is None:
             return
         self._total_tokens -= self._num_tokens.pop(request_id)
+        self._reading.discard(request_id)
         if cancel and self._channel is not None:
             try:
                 self._channel.send(Cancel(request_id))

@@ -73,7 +73,7 @@ def _fewer_processes() -> Iterator[None]:
 def _logical_cpus(config: BatonConfig) -> int:
     """Ray's CPUs are a book-keeping of shares, so a small machine may have more of them than cores."""
     wanted = _SERVE_CPUS + config.coordinator.num_replicas * config.coordinator.num_cpus
-    wanted += sum(pool.num_replicas * pool.num_cpus for pool in _pools(config))
+    wanted += sum(pool.most_replicas * pool.num_cpus for pool in _pools(config))
     return max(os.cpu_count() or 1, int(wanted + 0.999))
 
 
@@ -82,7 +82,7 @@ def _custom_resources(config: BatonConfig) -> dict[str, float]:
     total: dict[str, float] = {}
     for pool in _pools(config):
         for name, amount in pool.resources.items():
-            total[name] = total.get(name, 0.0) + amount * pool.num_replicas
+            total[name] = total.get(name, 0.0) + amount * pool.most_replicas
     return total
 
 

@@ -14,13 +14,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from contracts.metrics import BLOCK_STATES, BY_NAME, METRICS, MetricSpec
+from contracts.roles import RoleLabel
 from contracts.service import ServiceClass
 from coordinator.backend import WorkerStatus
 from coordinator.promises import Met
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_AT_SCRAPE = ("baton_worker_", "baton_link_", "baton_kv_")
+_AT_SCRAPE = ("baton_worker_", "baton_link_", "baton_kv_", "baton_role")
 
 
 class Metrics:
@@ -103,6 +104,9 @@ class Metrics:
     def continued(self, reason: str) -> None:
         self._counters["baton_continuations_total"].labels(reason).inc()
 
+    def flipped(self, from_role: RoleLabel, to_role: RoleLabel, reason: str) -> None:
+        self._counters["baton_flips_total"].labels(from_role, to_role, reason).inc()
+
     def guarded(self, code: str) -> None:
         self._counters["baton_guard_refusals_total"].labels(code).inc()
 
@@ -133,6 +137,7 @@ def _family(spec: MetricSpec) -> CounterMetricFamily | GaugeMetricFamily:
 def _samples(worker: WorkerStatus) -> Iterator[tuple[str, tuple[str, ...], float]]:
     status = worker.status
     who = (status.worker_id, worker.role)
+    yield "baton_role", (status.worker_id, worker.label), 1.0
     yield "baton_worker_ready", who, float(status.is_ready)
     yield "baton_worker_step_age_seconds", who, status.step_age_s
     if status.steps is not None:

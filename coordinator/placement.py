@@ -1,9 +1,10 @@
 """Where a request goes. Pure: views in, a decision out; no clock, no I/O.
 
 The rule of load, for whenever predict.py has nothing better to say: decode is the least busy worker that has room for
-the known tokens now and could hold the whole request; prefill is the one with the fewest prompt tokens ahead that holds
-a tested connection to it; without such a pair, decode reads the prompt itself. Load is counted at dispatch and ties
-break at random, so a burst spreads.
+the known tokens now and could hold the whole request; prefill is the one that will have read the prompt first and holds
+a tested connection to it; without such a pair, decode reads the prompt itself. A mixed worker does the work of its pool
+first: it writes for a reader's pool when nobody else has room, and reads beside its answers, which takes about twice as
+long, when that is sooner all the same. Load is counted at dispatch and ties break at random, so a burst spreads.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from contracts.blocks import num_blocks_for
+from contracts.messages import Role
+from contracts.roles import RoleLabel
 from contracts.steps import StepReport
 
 
@@ -23,7 +26,8 @@ class WorkerView:
     """One ready worker. `num_tokens`: prompt tokens dispatched and not finished; `peers`: tested kv connections;
     `speeds`: (peer, bytes per second) of their self-tests; `steps`: what its steps cost, None while it does not know.
     Of our own requests there: `num_leftover` of batch and best effort, the blocks that these may grow to, and the
-    tightest promised `gap_s`.
+    tightest promised `gap_s`. `num_reading`: those of its requests that it only reads, for another worker to answer;
+    `role`: its label; `epoch`: of the order that gave it; `home`: its pool, None: no matter.
     """
 
     worker_id: str
@@ -39,19 +43,32 @@ class WorkerView:
     num_leftover: int = 0
     leftover_blocks: int = 0
     gap_s: float = math.inf
+    num_reading: int = 0
+    role: RoleLabel = "mixed"
+    epoch: int = 0
+    home: Role | None = None
+
+    @property
+    def num_streams(self) -> int:
+        """Requests that it answers, or will."""
+        return self.num_requests - self.num_reading
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request takes: `num_blocks` now (known tokens and the next), `max_blocks` if it runs to its limit."""
+    """What a request takes: `num_blocks` now (known tokens and the next), `max_blocks` if it runs to its limit.
+    `num_tokens`: to read.
+    """
 
     num_blocks: int
     max_blocks: int
+    num_tokens: int = 0
 
     @classmethod
     def of(cls, num_known: int, max_total: int, block_size: int) -> Self:
         """From counts of tokens."""
-        return cls(num_blocks_for(num_known + 1, block_size), num_blocks_for(max_total, block_size))
+        num_blocks = num_blocks_for(num_known + 1, block_size)
+        return cls(num_blocks, num_blocks_for(max_total, block_size), num_known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +111,18 @@ def place(
     room = [d for d in decodes if has_room(d, demand)]
     if not room:
         return None
-    decode = min(room, key=lambda d: (d.worker_id in avoid, d.num_requests / d.max_num_seqs, draw()))
-    paired = [p for p in prefills if decode.worker_id in p.peers and p.num_blocks >= demand.num_blocks]
-    if not paired:
-        return Placement(decode.worker_id, None)
-    prefill = min(paired, key=lambda p: (p.worker_id in avoid, p.num_tokens, draw()))
-    return Placement(decode.worker_id, prefill.worker_id)
+
+    def writing(d: WorkerView) -> tuple[bool, bool, float, float]:
+        return d.worker_id in avoid, d.home == "prefill", d.num_requests / d.max_num_seqs, draw()
+
+    def reading(p: WorkerView) -> tuple[bool, int, float]:
+        times = 2 if p.home == "decode" else 1
+        return p.worker_id in avoid, p.num_tokens + times * demand.num_tokens, draw()
+
+    decode_id = min(room, key=writing).worker_id
+    able = [p for p in prefills if decode_id in (p.worker_id, *p.peers) and p.num_blocks >= demand.num_blocks]
+    prefill_id = min(able, key=reading).worker_id if able else decode_id
+    return Placement(decode_id, None if prefill_id == decode_id else prefill_id)
 
 
 def has_room(decode: WorkerView, demand: Demand) -> bool:

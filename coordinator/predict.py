@@ -21,16 +21,18 @@ from itertools import islice
 from contracts.blocks import block_hashes, num_blocks_for
 from contracts.config import BatonConfig
 from contracts.request import GenerateRequest
+from contracts.roles import RoleLabel
 from contracts.service import ServiceClass
 from contracts.steps import StepReport
 from coordinator.ask import RULES, Ask
+from coordinator.learned import step_model, whole_reports
 from coordinator.placement import Demand, NotNow, Placement, WorkerView, has_room, place, within_leftover
 from policy.chunks import Cadence
-from policy.fleet import FleetView, RoleLabel, WorkerState
+from policy.fleet import FleetView, WorkerState
 from policy.link_model import LinkModel
 from policy.place import Decision, Job, Option, Placer, PlaceRules
 from policy.prefix import Key, PrefixIndex, keys_of
-from policy.step_model import Coefficients, StepModel
+from policy.step_model import StepModel
 
 NUM_RECORDS = 256
 MAX_WEIGHED = 16  # workers of one role that are looked at, beside those that hold a prefix
@@ -288,27 +290,25 @@ class Predictor:
     def _states(
         self, readers: Sequence[WorkerView], writers: Sequence[WorkerView]
     ) -> list[WorkerState] | None:
-        """None if the cost of a worker's own kind of step is not known. A decode worker that has not read a prompt yet
-        is taken to read like a prefill worker: both hold the same model.
+        """One for each worker; None while a kind of step is known to nobody. One that may do both does the work of its
+        pool, so that prompts and answers meet no more than they must: placement has a writer read, and a reader write,
+        where that is sooner or there is no other.
         """
-        known = [p.steps for p in readers if p.steps is not None and p.steps.is_mixed_known]
-        if len(known) < len(readers):
+        views = {view.worker_id: view for view in (*readers, *writers)}
+        reports = whole_reports(views.values())
+        if reports is None:
             return None
-        states = [self._state(view, "prefill", view.steps) for view in readers if view.steps]
-        for view in writers:
-            steps = view.steps
-            if steps is None or not steps.is_decode_known:
-                return None
-            if not steps.is_mixed_known:
-                if not known:
-                    return None
-                steps = StepReport(steps.decode, known[0].mixed, steps.margin, steps.error, True, False)
-            states.append(self._state(view, "decode", steps))
-        targets = {view.worker_id for view in writers}
+        reading, writing = ({view.worker_id for view in group} for group in (readers, writers))
+        states = []
+        for worker_id, view in views.items():
+            role: RoleLabel = view.home or "mixed"
+            if worker_id not in reading or worker_id not in writing:
+                role = "prefill" if worker_id in reading else "decode"
+            states.append(self._state(view, role, reports[worker_id]))
         for view in readers:
             for peer_id, bytes_per_s in view.speeds:
                 pair = (view.worker_id, peer_id)
-                if bytes_per_s > 0 and pair not in self._timed and peer_id in targets:
+                if bytes_per_s > 0 and pair not in self._timed and peer_id in writing:
                     self._timed.add(pair)
                     self._links.observe(*pair, _PROBE_BYTES, _PROBE_BYTES / bytes_per_s)
         return states
@@ -317,7 +317,7 @@ class Predictor:
         block_size = self._engine.block_size
         used_tokens = (view.num_blocks - view.num_available_blocks) * block_size
         model = self._model(view.worker_id, steps)
-        num_streams = view.num_requests if role == "decode" else 0
+        num_streams = view.num_streams
         now_s, backlog_s = self._clock(), 0.0
         if view.num_tokens:
             unread_s = model.prefill_s(view.num_tokens, 0, self._engine.max_chunk_tokens)
@@ -335,9 +335,7 @@ class Predictor:
         cached = self._models.get(worker_id)
         if cached is not None and cached[0] == steps:
             return cached[1]
-        base_s, decode_s, context_s = steps.decode
-        model = StepModel(Coefficients(base_s, 0.0, 0.0, decode_s, context_s), Coefficients(*steps.mixed))
-        model.margin = steps.margin
+        model = step_model(steps)
         self._models[worker_id] = (steps, model)
         return model
 
@@ -347,7 +345,7 @@ class Predictor:
         prefills: Sequence[WorkerView],
         decodes: Sequence[WorkerView],
     ) -> Placement | None:
-        """The choice, unless the fleet cannot do it: prefill workers do not decode, a pair needs a connection."""
+        """The choice, unless the fleet cannot do it: who does not write is not asked to, a pair needs a connection."""
         chosen = decision.chosen if decision is not None else None
         if chosen is None or chosen.decode_id not in {view.worker_id for view in decodes}:
             return None

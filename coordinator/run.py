@@ -192,7 +192,7 @@ class Run:
 
         self._open[link] = True
         num_tokens = self.request.num_known_tokens if link is (self.prefill or self.decode) else 0
-        link.open(self.request.request_id, put, num_tokens)
+        link.open(self.request.request_id, put, num_tokens, is_answered_here=link is self.decode)
 
     def _ended(self, link: WorkerLink, cancel: bool = False) -> None:
         """It is over on this worker, and the load it carried is gone. `cancel`: the worker does not know yet."""

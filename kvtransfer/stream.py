@@ -40,6 +40,7 @@ class StreamLink:
         self._outbox: deque[tuple[int, memoryview, Op]] = deque()
         self._has_outgoing = asyncio.Event()
         self._is_closed = False
+        self._closing: asyncio.Task[None] | None = None
         self._reader = asyncio.create_task(self._read())
         self._writer = asyncio.create_task(self._write())
 
@@ -67,7 +68,13 @@ class StreamLink:
         return None
 
     async def close(self) -> None:
+        """Done to the end even if the caller is cancelled meanwhile, as when both ends of a pair stop at once."""
         self._is_closed = True
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         self._reader.cancel()
         self._writer.cancel()
         await asyncio.gather(self._reader, self._writer, return_exceptions=True)

@@ -12,11 +12,9 @@ import math
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
+from contracts.roles import RoleLabel
 from policy.step_model import StepModel
-
-RoleLabel = Literal["prefill", "decode", "mixed"]
 
 
 @dataclass(slots=True)

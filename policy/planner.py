@@ -10,6 +10,7 @@ The split with the highest rate is wanted. It is taken when it beats the present
 once when the present one cannot carry the demand, and never back before the cool-down has passed. A flip drains first:
 the worker takes no new work of its old role, and its epoch tells late orders apart.
 With three workers or fewer all are mixed: there is nothing to gain from specialists one cannot spare.
+Replicas are asked for by the same rates: as many as carry the demand at the target utilisation.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
+from contracts.roles import RoleLabel
 from policy.chunks import Cadence
-from policy.fleet import RoleLabel, WorkerState
+from policy.fleet import WorkerState
 from policy.step_model import StepModel, Work
 
 
@@ -119,10 +121,16 @@ class Flip:
     drain_first: bool = True
 
 
+PlanCause = Literal[
+    "small", "no_demand", "labels", "dead_band", "cool_down", "unconfirmed", "gain", "starving"
+]
+"""small: too few for specialists. labels: workers without one of the two get theirs. The next three: nobody moves."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`rates`: sustainable requests/s of every split weighed, {number of readers: rate}. `num_workers`: replicas wanted
-    for the demand at the target utilisation.
+    """`rates`: sustainable requests/s of every split weighed, {number of readers: rate}; 0 readers: all are mixed.
+    `num_workers`: replicas wanted for the demand at the target utilisation. `reason`: the cause in words.
     """
 
     flips: tuple[Flip, ...]
@@ -130,6 +138,7 @@ class Plan:
     wanted_prefill: int
     num_workers: int
     rates: dict[int, float]
+    cause: PlanCause
     reason: str
 
 
@@ -160,8 +169,10 @@ def sustainable_rate(
     most_streams = min(rules.max_streams, 0.95 * kv_tokens / max(context, 1.0))
     gap_s = mix.cadence.gap_s
     chunk_past = int(mix.prompt_tokens / 2)
-    low, high = 0.0, num_writers * most_streams / max(mix.output_tokens * model.decode.base_s, 1e-9)
-    for _ in range(16):
+    # No step is shorter than that of one stream alone.
+    shortest_s = model.decode_step_s(1, context)
+    low, high = 0.0, num_writers * most_streams / max(mix.output_tokens * shortest_s, 1e-9)
+    for _ in range(24):
         rate = (low + high) / 2
         # Full steps last the whole gap; so many streams are alive at a time.
         streams = rate * mix.output_tokens * gap_s / num_writers
@@ -200,26 +211,34 @@ class Planner:
         num_prefill = sum(worker.role == "prefill" for worker in live)
         self._num_workers = self._num_workers or len(live)
         if len(live) <= 3:
-            flips = [self._flip(worker, "mixed") for worker in live if worker.role != "mixed"]
-            return Plan(tuple(flips), 0, 0, self._num_workers, {}, "three workers or fewer: all mixed")
+            return self._small(mix, live)
         if mix is None:
-            return Plan((), num_prefill, num_prefill, self._num_workers, {}, "no demand seen")
+            replicas = self._replicas(mix, {}, len(live))
+            return Plan((), num_prefill, num_prefill, replicas, {}, "no_demand", "no demand seen")
         model = _typical(live).model
         rates = self._rates(model, mix, len(live), num_prefill)
         best = max(rates, key=lambda n: (rates[n], -abs(n - num_prefill)))
         mixed = [worker for worker in live if worker.role == "mixed"]
         if mixed or num_prefill in (0, len(live)):
             flips = self._first_labels(live, best)
-            return Plan(
-                tuple(flips), num_prefill, best, self._replicas(mix, rates, len(live)), rates, "labels"
-            )
-        wanted, reason = self._hysteresis(mix, rates, num_prefill, best, now_s)
+            replicas = self._replicas(mix, rates, len(live))
+            return Plan(tuple(flips), num_prefill, best, replicas, rates, "labels", "labels for all")
+        wanted, cause, reason = self._hysteresis(mix, rates, num_prefill, best, now_s)
         flips = self._flips(live, num_prefill, wanted)
         if flips:
             self._flipped_s, self._confirmed = now_s, 0
             self._direction = 1 if wanted > num_prefill else -1
         replicas = self._replicas(mix, rates, len(live))
-        return Plan(tuple(flips), num_prefill, best, replicas, rates, reason)
+        return Plan(tuple(flips), num_prefill, best, replicas, rates, cause, reason)
+
+    def _small(self, mix: Mix | None, live: Sequence[WorkerState]) -> Plan:
+        flips = tuple(self._flip(worker, "mixed") for worker in live if worker.role != "mixed")
+        rates: dict[int, float] = {}
+        if mix is not None and live:
+            model = _typical(live).model
+            rates = {0: sustainable_rate(model, mix, 0, len(live), self._kv_tokens, self._rules)}
+        replicas = self._replicas(mix, rates, len(live))
+        return Plan(flips, 0, 0, replicas, rates, "small", "three workers or fewer: all mixed")
 
     def _rates(self, model: StepModel, mix: Mix, size: int, present: int) -> dict[int, float]:
         """Rates rise with readers while prompts are what is short, and fall once writers are: one peak."""
@@ -243,21 +262,23 @@ class Planner:
 
     def _hysteresis(
         self, mix: Mix, rates: dict[int, float], present: int, best: int, now_s: float
-    ) -> tuple[int, str]:
+    ) -> tuple[int, PlanCause, str]:
         rules = self._rules
         gain = rates[best] / max(rates[present], 1e-9) - 1.0
         if best == present or gain < rules.dead_band:
             self._confirmed = 0
-            return present, f"dead-band: {best} readers would carry {gain:+.1%}"
+            return present, "dead_band", f"dead-band: {best} readers would carry {gain:+.1%}"
         direction = 1 if best > present else -1
         self._confirmed = self._confirmed + 1 if direction == self._asked else 1
         self._asked = direction
         if direction != self._direction and now_s - self._flipped_s < rules.cool_down_s:
-            return present, f"cool-down: {best} readers would carry {gain:+.1%}"
+            return present, "cool_down", f"cool-down: {best} readers would carry {gain:+.1%}"
         is_starving = rates[present] < mix.requests_per_s
         if not is_starving and self._confirmed < rules.confirmations:
-            return present, f"to be confirmed: {best} readers would carry {gain:+.1%}"
-        return best, f"{best} readers carry {gain:+.1%}" + (": starving" if is_starving else "")
+            return present, "unconfirmed", f"to be confirmed: {best} readers would carry {gain:+.1%}"
+        if is_starving:
+            return best, "starving", f"{best} readers carry {gain:+.1%}: starving"
+        return best, "gain", f"{best} readers carry {gain:+.1%}"
 
     def _flips(self, live: Sequence[WorkerState], present: int, wanted: int) -> list[Flip]:
         """Whoever has least to finish in its old role goes first."""
@@ -280,11 +301,13 @@ class Planner:
         self._epoch = max(self._epoch, worker.epoch) + 1
         return Flip(worker.worker_id, role, self._epoch)
 
-    def _replicas(self, mix: Mix, rates: dict[int, float], size: int) -> int:
-        """Workers that carry the demand at the target utilisation, moved only out of the dead-band."""
+    def _replicas(self, mix: Mix | None, rates: dict[int, float], size: int) -> int:
+        """Workers that carry the demand at the target utilisation, moved only out of the dead-band. Two carry none; at
+        most twice those there are, since a rate of next to nothing says that a promise cannot be kept at all.
+        """
         rules = self._rules
-        load = mix.requests_per_s / max(max(rates.values()), 1e-9)
-        wanted = max(2, math.ceil(size * load / rules.replica_utilization))
+        load = 0.0 if mix is None else mix.requests_per_s / max(max(rates.values(), default=0.0), 1e-9)
+        wanted = max(2, min(math.ceil(size * load / rules.replica_utilization), 2 * size))
         if abs(wanted - self._num_workers) > rules.replica_dead_band * self._num_workers:
             self._num_workers = wanted
         return self._num_workers

@@ -17,6 +17,7 @@ from coordinator.fleet import Fleet
 from coordinator.flow import Flow
 from coordinator.metrics import Metrics
 from coordinator.phases import make_phases
+from coordinator.planning import Planning, make_planning
 from worker.worker import Worker
 
 SECRET = b"t" * 32
@@ -29,6 +30,8 @@ class LocalCluster:
     flow: Flow
     backend: ClusterBackend
     workers: dict[str, Worker]
+    planning: Planning | None
+    """Of promises; nobody runs it but the test."""
 
     async def run(self, request: GenerateRequest, timeout_s: float = 120.0) -> tuple[list[int], Finished]:
         """All token ids and the one end."""
@@ -82,8 +85,11 @@ async def local_cluster(
                 infos.append(await worker.start(model, "127.0.0.1"))
                 workers[infos[-1].worker_id] = worker
             fleet.sync(role, infos)
-        flow = Flow(config, fleet, SECRET, lambda *_: None, Metrics(), frozenset({2}))
-        cluster = LocalCluster(config, fleet, flow, ClusterBackend(config, fleet, flow), workers)
+        metrics = Metrics()
+        flow = Flow(config, fleet, SECRET, lambda *_: None, metrics, frozenset({2}))
+        planning = make_planning(config, fleet, metrics)
+        backend = ClusterBackend(config, fleet, flow, planning)
+        cluster = LocalCluster(config, fleet, flow, backend, workers, planning)
         async with asyncio.timeout(20):
             while not cluster.backend.readiness().is_ready:
                 await fleet.changed(1.0)

@@ -55,6 +55,10 @@ class ServedWorker:
         """Serve replaces the replica when this raises, or does not answer in time."""
         self._worker.check_health()
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve asks for it where the number of replicas moves; read by coordinator/replicas.py."""
+        return {"wanted_replicas": self._worker.pool_size}
+
     async def __del__(self) -> None:
         """Serve calls this after the drain."""
         await self._worker.close()

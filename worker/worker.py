@@ -38,6 +38,7 @@ from contracts.messages import (
     Status,
     WorkerInfo,
 )
+from contracts.roles import Duty, Orders
 from engine.blocks import BlockPool
 from engine.kv import KvSlab, num_blocks_for
 from engine.loop import Event, StepLoop
@@ -84,7 +85,10 @@ class Worker:
         self._secret = secret
         self._make_phases = phases
         self._incarnation = time.time_ns()
-        self._channels: set[Channel] = set()
+        self._channels: dict[Channel, str] = {}  # -> whose
+        self._duty = Duty(role, 0)
+        self.pool_size = 0
+        """Replicas that the planner wants in this pool; 0: it never said."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._info: WorkerInfo | None = None
         self._soon: asyncio.TimerHandle | None = None
@@ -244,13 +248,13 @@ class Worker:
         return Hello(self._worker_id, self._incarnation, "commands", b"")
 
     async def _serve(self, channel: Channel, _hello: Hello) -> None:
-        self._channels.add(channel)
+        self._channels[channel] = channel.peer.sender_id
         try:
             channel.send(self._status())
             while True:
                 self._handle(await channel.receive(), channel)
         finally:
-            self._channels.discard(channel)
+            del self._channels[channel]
             self._desk.drop(channel)
 
     def _handle(self, message: Message, channel: Channel) -> None:
@@ -263,10 +267,20 @@ class Worker:
                 self._desk.cancel(request_id)
             case Peers(workers):
                 self._kv.set_peers(workers)
+            case Orders():
+                self._take(message)
             case AskAudit(call_id):
                 channel.send(AuditReply(call_id, self._pool.audit(), self._pool.owners()))
             case _:
                 raise ProtocolError(f"expected a coordinator's command but got {type(message).__name__}")
+
+    def _take(self, orders: Orders) -> None:
+        """New work of the old role ends when coordinators hear of the new one; what is here is finished."""
+        self.pool_size = orders.pool_size or self.pool_size
+        duty = orders.duty
+        if duty is not None and duty.epoch > self._duty.epoch:
+            self._duty = duty
+            self._publish_status()
 
     # --- status -----------------------------------------------------------------------------------------------------
 
@@ -303,6 +317,8 @@ class Worker:
             steps=self._steps.report(),
             labelled=self._kv.gauges(),
             reason=reason,
+            duty=self._duty,
+            coordinators=tuple(sorted(set(self._channels.values()))),
         )
 
     def _counters(self) -> dict[str, float]:

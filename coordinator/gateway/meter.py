@@ -16,6 +16,7 @@ from contracts.request import Finished, GenerateRequest, Token
 from contracts.service import Service
 from coordinator.backend import Backend, Capacity, Readiness, TokenStream, WorkerAudit
 from coordinator.gateway.context import CURRENT, RequestContext
+from coordinator.planning import PlanRecord
 from coordinator.predict import Record
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,9 @@ class MeteredBackend:
 
     def decisions(self) -> list[Record]:
         return self._inner.decisions()
+
+    def plans(self) -> list[PlanRecord]:
+        return self._inner.plans()
 
 
 class _MeteredStream:

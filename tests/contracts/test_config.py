@@ -100,6 +100,15 @@ def test_an_unknown_key_is_refused_with_the_one_probably_meant(key: str, message
             {"prefill.resources": {"GPU": 1}},
             "prefill.resources: expected custom resources but got 'GPU'; see prefill.num_cpus, prefill.num_gpus",
         ),
+        (
+            {"decode.max_replicas": 3},
+            "decode.max_replicas: expected both promises (slo), planner.enabled and prefill workers beside it, "
+            "because the planner moves the number",
+        ),
+        (
+            {"slo.ttft_ms": 1.0, "slo.itl_ms": 1.0, "decode.max_replicas": 3, "decode.num_replicas": 4},
+            "decode.num_replicas: expected 1 to 3 (decode.min_replicas, decode.max_replicas) but got 4",
+        ),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(overrides: dict[str, object], message: str) -> None:
@@ -133,6 +142,14 @@ def test_all_faults_are_told_at_once() -> None:
 def test_no_prefill_worker_means_colocated() -> None:
     assert load_config(overrides={"prefill.num_replicas": 0}).is_colocated
     assert not load_config().is_colocated
+
+
+def test_labels_move_only_with_promises_and_a_prefill_pool() -> None:
+    slo = {"slo.ttft_ms": 500, "slo.itl_ms": 50}
+    assert load_config(overrides=slo).is_planned
+    assert not load_config().is_planned
+    assert not load_config(overrides=slo | {"prefill.num_replicas": 0}).is_planned
+    assert not load_config(overrides=slo | {"planner.enabled": False}).is_planned
 
 
 def test_an_empty_section_of_a_file_is_the_default(tmp_path: Path) -> None:

@@ -15,8 +15,11 @@ from contracts.request import Finished, GenerateRequest, Token
 from contracts.service import Service
 from coordinator.backend import Capacity, PoolReadiness, Readiness, WorkerAudit, WorkerStatus
 from coordinator.placement import Placement
+from coordinator.planning import PlanRecord
 from coordinator.predict import Record
+from policy.chunks import Cadence
 from policy.place import Option
+from policy.planner import Flip, Mix, Plan
 
 Step = int | Token | Finished | BaseException | asyncio.Event
 Script = Callable[[GenerateRequest], Sequence[Step]]
@@ -122,7 +125,7 @@ class FakeBackend:
         status = Status("prefill-0", 1, True, 0.1, 1, 2, audit, peers, counters, labelled=labelled)
         pools = (PoolReadiness("prefill", 1, 1), PoolReadiness("decode", 1, int(self.is_ready)))
         reason = "" if self.is_ready else "no decode worker"
-        return Readiness(self.is_ready, reason, pools, (WorkerStatus("prefill", status),))
+        return Readiness(self.is_ready, reason, pools, (WorkerStatus("prefill", status, "mixed"),))
 
     def capacity(self) -> Capacity:
         return Capacity(self.limit)
@@ -136,3 +139,10 @@ class FakeBackend:
         option = Option("remote", "prefill-0", "decode-0", 0.25, 0.02, math.inf)
         placement = Placement("decode-0", "prefill-0")
         return [Record("r.1", 0.0, 7, 0.5, "predicted", "placed", placement, (option,))]
+
+    def plans(self) -> list[PlanRecord]:
+        mix = Mix(2.0, 100.0, 80.0, 30.0, Cadence(0.05))
+        plan = Plan(
+            (Flip("decode-0", "prefill", 7),), 1, 2, 5, {1: 1.5, 2: 3.0}, "gain", "2 readers carry +100.0%"
+        )
+        return [PlanRecord(0.0, "gain", plan, mix), PlanRecord(0.0, "no worker is ready", num_times=3)]

@@ -28,6 +28,8 @@ from contracts.messages import (
     WorkerInfo,
 )
 from contracts.request import Finished, Token
+from contracts.roles import Duty, Orders
+from contracts.steps import StepReport
 
 SECRET = b"k" * 32
 LAYOUT = KvLayout(2, 1, 8, 16, "float32")
@@ -50,6 +52,9 @@ class FakeWorker:
         self.peers = peers
         self.heard: list[Message] = []
         self.channels: list[Channel] = []
+        self.coordinators: list[str] = []
+        self.duty = Duty(role, 0)
+        self.steps: StepReport | None = None
         self._changed = asyncio.Event()
         self.on_reserve: Callable[[Channel, Reserve], None] = self.grant
         self.on_prefill: Callable[[Channel, Prefill], None] = lambda _channel, _command: None
@@ -87,11 +92,36 @@ class FakeWorker:
                 self._changed.clear()
                 await self._changed.wait()
 
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Whoever comes or leaves, and every command, is a reason to look again; fails after 5 s."""
+        async with asyncio.timeout(5):
+            while not holds():
+                self._changed.clear()
+                await self._changed.wait()
+
     def status(self, num_free: int | None = None) -> Status:
         free = self.num_blocks if num_free is None else num_free
         audit = BlockAudit(self.num_blocks, free, 0, self.num_blocks - free, 0, 0, 0)
         peers = tuple(PeerStatus(peer, True, "memory", 1.0) for peer in self.peers)
-        return Status(self.worker_id, 1, True, 0.0, 0, 0, audit, peers)
+        coordinators = tuple(sorted(self.coordinators))
+        return Status(
+            self.worker_id,
+            1,
+            True,
+            0.0,
+            0,
+            0,
+            audit,
+            peers,
+            steps=self.steps,
+            duty=self.duty,
+            coordinators=coordinators,
+        )
+
+    def tell(self) -> None:
+        """Its status, to everybody."""
+        for channel in self.channels:
+            channel.send(self.status())
 
     def grant(self, channel: Channel, command: Reserve) -> None:
         channel.send(Reserved(command.request.request_id, 0))
@@ -101,7 +131,16 @@ class FakeWorker:
 
     async def _serve(self, channel: Channel, _hello: Hello) -> None:
         self.channels.append(channel)
+        self.coordinators.append(channel.peer.sender_id)
         channel.send(self.status())
+        try:
+            await self._converse(channel)
+        finally:
+            self.channels.remove(channel)
+            self.coordinators.remove(channel.peer.sender_id)
+            self._changed.set()
+
+    async def _converse(self, channel: Channel) -> None:
         while True:
             message = await channel.receive()
             self.heard.append(message)
@@ -113,6 +152,10 @@ class FakeWorker:
                     self.on_prefill(channel, message)
                 case AskAudit(call_id):
                     channel.send(AuditReply(call_id, self.status().audit))
+                case Orders(duty):
+                    if duty is not None and duty.epoch > self.duty.epoch:
+                        self.duty = duty
+                        self.tell()
                 case _:
                     assert isinstance(message, Cancel | Peers)
 

@@ -193,6 +193,31 @@ async def test_decisions_are_told_with_the_numbers_of_every_option() -> None:
         assert (await s.client.get("/debug/decisions")).status_code == 403
 
 
+async def test_plans_are_told_with_the_rate_of_every_split() -> None:
+    async with service() as s:
+        carried_out, idle = (await s.client.get("/debug/decisions")).json()["plans"]
+        assert carried_out.pop("age_s") > 0
+        assert carried_out == {
+            "verdict": "gain",
+            "num_times": 1,
+            "demand": {
+                "requests_per_s": 2.0,
+                "prompt_tokens": 100.0,
+                "new_tokens": 80.0,
+                "output_tokens": 30.0,
+            },
+            "reason": "2 readers carry +100.0%",
+            "num_prefill": 1,
+            "wanted_prefill": 2,
+            "wanted_workers": 5,
+            "requests_per_s_by_num_prefill": {"1": 1.5, "2": 3.0},
+            "flips": [{"worker_id": "decode-0", "role": "prefill", "epoch": 7}],
+        }
+        assert (idle["verdict"], idle["num_times"], idle["demand"]) == ("no worker is ready", 3, None)
+        shown = (await s.client.get("/metrics")).text
+        assert 'baton_role{role="mixed",worker_id="prefill-0"} 1.0' in shown
+
+
 @pytest.mark.parametrize(
     ("peer", "forwarded", "key", "status"),
     [

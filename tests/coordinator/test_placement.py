@@ -18,8 +18,8 @@ NEED = Demand(num_blocks=3, max_blocks=5)
 
 
 def test_demand_counts_the_next_token_and_all_that_may_come() -> None:
-    assert Demand.of(num_known=16, max_total=32, block_size=16) == Demand(2, 2)
-    assert Demand.of(num_known=15, max_total=33, block_size=16) == Demand(1, 3)
+    assert Demand.of(num_known=16, max_total=32, block_size=16) == Demand(2, 2, 16)
+    assert Demand.of(num_known=15, max_total=33, block_size=16) == Demand(1, 3, 15)
 
 
 def test_the_least_busy_of_both_pools_are_taken() -> None:
@@ -51,6 +51,32 @@ def test_only_tested_connections_are_used() -> None:
 def test_workers_that_failed_the_request_are_the_last_choice() -> None:
     assert place(NEED, [P1, P2], [D1, D2], frozenset({"p1", "d1"})) == Placement("d2", "p2")
     assert place(NEED, [P1], [D1], frozenset({"p1", "d1"})) == Placement("d1", "p1")
+
+
+def mixed_pair(**of_reader: object) -> tuple[WorkerView, WorkerView]:
+    reader = view("p", peers=frozenset({"d"}), home="prefill")
+    return replace(reader, **of_reader), view("d", peers=frozenset({"p"}), home="decode")  # type: ignore[arg-type]
+
+
+def test_a_mixed_pair_does_the_work_of_its_pools_first() -> None:
+    p, d = mixed_pair()
+    busy, need = replace(d, num_requests=7), replace(NEED, num_tokens=1)
+    assert place(need, [p, busy], [p, busy]) == Placement("d", "p")
+
+
+def test_a_mixed_writer_reads_when_the_reader_has_more_than_the_same_again_to_read() -> None:
+    need = replace(NEED, num_tokens=100)
+    for waiting, expected in ((99, "p"), (101, None)):
+        p, d = mixed_pair(num_tokens=waiting)
+        assert place(need, [p, d], [p, d]) == Placement("d", expected)
+
+
+def test_a_mixed_reader_writes_when_nobody_else_has_room() -> None:
+    p, d = mixed_pair()
+    full, need = replace(d, num_available_blocks=0), replace(NEED, num_tokens=100)
+    assert place(need, [p, full], [p, full]) == Placement("p", None)
+    loaded = replace(p, num_tokens=1000)
+    assert place(need, [loaded, full], [loaded, full]) == Placement("p", "d")
 
 
 def test_ties_spread() -> None:

@@ -40,6 +40,9 @@ def view(worker_id: str, **changes: object) -> WorkerView:
 
 
 P1, D1, D2 = view("p1"), view("d1"), view("d2")
+# Of a pool whose label never moved: each has seen its own kind of step.
+READER = replace(P1, steps=replace(STEPS, is_decode_known=False))
+WRITER = replace(D1, steps=replace(STEPS, is_mixed_known=False))
 
 
 def predictor(
@@ -151,13 +154,8 @@ def test_a_worker_that_is_gone_holds_nothing() -> None:
     ("p", "prefills", "decodes", "verdict"),
     [
         (predictor(None, None), [P1], [D1], "no promise"),
-        (predictor(), [replace(P1, steps=None)], [D1], "a worker is still learning"),
-        (
-            predictor(),
-            [P1],
-            [replace(D1, steps=replace(STEPS, is_decode_known=False))],
-            "a worker is still learning",
-        ),
+        (predictor(), [replace(P1, steps=None)], [WRITER], "a worker is still learning"),
+        (predictor(), [READER], [replace(D1, steps=None)], "a worker is still learning"),
         (predictor(itl_ms=1.0), [P1], [D1], "no_decode_room"),
     ],
     ids=["no promise", "prefill learns", "decode learns", "gaps too long"],
@@ -173,6 +171,35 @@ def test_a_decode_worker_that_never_read_a_prompt_is_judged_by_the_prefill_worke
     p = predictor()
     fresh = replace(D1, steps=replace(STEPS, is_mixed_known=False, mixed=(9.0, 9.0, 9.0, 9.0, 9.0)))
     assert put(p, request(), 0.0, [replace(P1, num_tokens=100_000)], [fresh]) == Placement("d1", None)
+
+
+def test_a_worker_that_is_new_in_its_role_is_judged_by_the_others() -> None:
+    """A reader that writes since a moment ago, and one that has just started."""
+    p = predictor()
+    flipped = replace(READER, worker_id="d2")
+    assert put(p, request(), 0.0, [P1], [replace(D1, num_requests=60), flipped]) is not None
+    assert last(p).rule == "predicted"
+    assert put(p, request(), 0.0, [replace(P1, steps=None)], [D1]) == Placement("d1", "p1")
+    assert last(p).rule == "predicted"
+
+
+def test_a_mixed_worker_is_weighed_both_ways_and_what_it_reads_for_others_is_no_stream_of_its_own() -> None:
+    p = predictor()
+    a = view("a", peers=frozenset({"b"}), num_requests=3, num_reading=3)
+    b = view("b", peers=frozenset({"a"}), num_requests=1)
+    assert put(p, request(), 0.0, [a, b], [a, b]) is not None
+    options = {(option.kind, option.prefill_id, option.decode_id) for option in last(p).options}
+    assert options == {("remote", "b", "a"), ("local", "a", "a"), ("local", "b", "b")}
+
+
+def test_a_mixed_pair_does_the_work_of_its_pools_first_and_the_others_where_it_must() -> None:
+    p = predictor(itl_ms=12.0)
+    a = view("a", peers=frozenset({"b"}), home="prefill")
+    b = view("b", peers=frozenset({"a"}), num_requests=1, home="decode")
+    assert put(p, request(), 0.0, [a, b], [a, b]) == Placement("b", "a")
+    crowded = replace(b, num_requests=60)  # one more would break the promise of all
+    assert put(p, request(), 0.0, [a, crowded], [a, crowded]) == Placement("a", None)
+    assert last(p).rule == "predicted"
 
 
 def test_a_pair_without_a_tested_connection_is_never_chosen() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -227,3 +228,17 @@ async def test_garbage_on_both_ports_is_closed_and_costs_nothing(monkeypatch: py
         handoff.open()
         assert (await handoff.result()).error is None
         assert handoff.arrived == 50
+
+
+async def test_a_close_that_is_cancelled_closes_all_the_same() -> None:
+    """Both workers of a pair stop at once: one ends the connection, and the other's answer to that is cut short."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        ours.setblocking(False)
+        closing = asyncio.create_task(stream.StreamLink(ours).close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+        async with asyncio.timeout(5):
+            while ours.fileno() != -1:
+                await asyncio.sleep(0)

@@ -6,9 +6,10 @@ import math
 import random
 from collections.abc import Mapping
 
+from contracts.roles import RoleLabel
 from contracts.service import ServiceClass
 from policy.chunks import Cadence
-from policy.fleet import RoleLabel, WorkerState
+from policy.fleet import WorkerState
 from policy.link_model import LinkModel
 from policy.place import Job, Placer, PlaceRules
 from policy.queue import Waiting

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from policy.chunks import Cadence
 from policy.fleet import FleetView
 from policy.planner import Demand, Mix, Plan, Planner, PlanRules, sustainable_rate
+from policy.step_model import Coefficients, StepModel
 from tests.policy.builders import make_model, make_worker
 
 KV = 1 << 20
@@ -114,12 +115,39 @@ def test_replicas_follow_demand_out_of_the_dead_band() -> None:
     assert planner.plan(mix(best * 0.2), workers, 2.0).num_workers <= 3
 
 
+def test_a_fleet_too_small_for_specialists_grows_all_the_same() -> None:
+    planner, workers = Planner(PlanRules(), KV), list(fleet_of(1, 1).workers.values())
+    calm = planner.plan(mix(0.1), workers, 0.0)
+    assert (calm.cause, set(calm.rates), calm.num_workers) == ("small", {0}, 2)
+    assert planner.plan(mix(1.5 * calm.rates[0]), workers, 1.0).num_workers == 4
+
+
+def test_a_promise_that_cannot_be_kept_does_not_ask_for_the_moon() -> None:
+    hopeless = Mix(10.0, 1000, 1000, 200, Cadence(0.001))
+    plan = Planner(PlanRules(), KV).plan(hopeless, list(fleet_of(4, 4).workers.values()), 0.0)
+    assert max(plan.rates.values()) == pytest.approx(0.0, abs=1e-6)
+    assert plan.num_workers == 16
+
+
+def test_who_gets_no_requests_needs_two_workers() -> None:
+    planner = Planner(PlanRules(), KV)
+    plan = planner.plan(None, list(fleet_of(4, 4).workers.values()), 0.0)
+    assert (plan.cause, plan.num_workers, plan.flips) == ("no_demand", 2, ())
+
+
 def test_more_workers_carry_more() -> None:
     model, rules = make_model(), PlanRules()
     rates = [sustainable_rate(model, mix(), n, n, KV, rules) for n in (1, 2, 4)]
     assert rates[1] == pytest.approx(2 * rates[0], rel=0.02)
     assert rates[2] == pytest.approx(4 * rates[0], rel=0.02)
     assert sustainable_rate(model, mix(), 4, 0, KV, rules) == 0.0
+
+
+def test_a_learnt_model_without_a_fixed_cost_has_a_rate_all_the_same() -> None:
+    """A fit of few steps may put everything on the streams."""
+    steep = StepModel(Coefficients(0.0, decode_s=0.010), Coefficients(0.0, 100e-6, decode_s=0.010))
+    rate = sustainable_rate(steep, mix(1.0, 100, 50), 0, 2, KV, PlanRules())
+    assert 1.0 < rate < 4.0  # 3.8 streams in a gap of 38 ms on each, less what reading takes
 
 
 def test_demand_measures_rate_and_lengths() -> None:
