@@ -34,10 +34,11 @@ from contracts.errors import (
 )
 from contracts.request import Finished, GenerateRequest, Token
 from contracts.service import Service, ServiceClass
+from coordinator.ask import Ask
 from coordinator.fleet import Fleet
 from coordinator.line import Line
 from coordinator.placement import NotNow, Placement, WorkerView
-from coordinator.predict import Ask, Predictor
+from coordinator.predict import Predictor
 from coordinator.promises import Account, Met
 from coordinator.room import Held, Room
 from coordinator.run import Hold, Observer, Run
@@ -222,7 +223,11 @@ class Flow:
             async with asyncio.timeout(line_deadline - time.monotonic()):
                 while True:
                     grant = partial(self._grant, ask, story.arrived_s)
-                    run = await self._line.turn(entry, grant, kind, is_back)
+                    try:
+                        run = await self._line.turn(entry, grant, kind, is_back)
+                    except asyncio.CancelledError:
+                        self.predictor.left(ask)
+                        raise
                     if await self._is_granted(run, line_deadline):
                         return run
                     is_back = True
@@ -316,6 +321,7 @@ class Flow:
 
     def _timed_out(self, story: Story, entry: Waiting, is_over: bool, patience_s: float) -> BatonError:
         """Nobody had room in time."""
+        self.predictor.refused(self._asked[entry.request_id], "no_room")
         if is_over:
             return DeadlineError("the request's deadline passed before a worker had room")
         retry_after_s = self._line.pace.wait_s(self._line.num_waiting)
@@ -324,7 +330,7 @@ class Flow:
                 f"{story.last_error.message}; no worker could go on within {patience_s:g} s",
                 retry_after_s=retry_after_s,
             )
-        self.refused(entry, "no_room")
+        self._observer.refused(entry.service_class, "no_room")
         return OverloadedError(f"no worker had room within {patience_s:g} s", retry_after_s=retry_after_s)
 
     def _num_readers(self) -> float:

@@ -16,12 +16,14 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from contracts.blocks import block_hashes, num_blocks_for
 from contracts.config import BatonConfig
 from contracts.request import GenerateRequest
-from contracts.service import Service, ServiceClass
+from contracts.service import ServiceClass
 from contracts.steps import StepReport
+from coordinator.ask import RULES, Ask
 from coordinator.placement import Demand, NotNow, Placement, WorkerView, has_room, place, within_leftover
 from policy.chunks import Cadence
 from policy.fleet import FleetView, RoleLabel, WorkerState
@@ -31,50 +33,18 @@ from policy.prefix import Key, PrefixIndex, keys_of
 from policy.step_model import Coefficients, StepModel
 
 NUM_RECORDS = 256
-MAX_EXPECTED_TOKENS = 256  # of an answer, when only its limit is known
 MAX_WEIGHED = 16  # workers of one role that are looked at, beside those that hold a prefix
-RULES = PlaceRules()
 _PROBE_BYTES = 64 << 20  # a self-test's speed is believed as one transfer of this size
 _MAX_INDEXED_BLOCKS = 1 << 20
 _MAX_HASHED = 64  # requests between their placement and their first token whose keys are kept
 _NOMINAL_TOKEN_S = 1e-4  # of a prompt, until a worker has told
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A request that wants workers, `waited_s` after its arrival. `service_s`: see `Predictor.service_s`. `avoid`:
-    workers that failed it. `is_kept`: it is served even when it is late. `is_resumed`: it was accepted before.
-    """
-
-    request: GenerateRequest
-    service: Service
-    waited_s: float = 0.0
-    service_s: float = 0.0
-    avoid: frozenset[str] = frozenset()
-    is_kept: bool = True
-    is_resumed: bool = False
-
-    @property
-    def is_leftover(self) -> bool:
-        """It has to wait for what others leave. A stream that lost its worker has not."""
-        return self.service.is_leftover and not self.is_resumed
-
-    @property
-    def left_s(self) -> float:
-        """To the first token; a part of the promise is kept for wrong predictions. Infinite without a promise."""
-        promised_s = self.service.ttft_s
-        return math.inf if promised_s is None else promised_s * RULES.ttft_share - self.waited_s
-
-    @property
-    def num_expected(self) -> int:
-        """Tokens that its answer may have."""
-        return min(self.request.max_total_tokens - self.request.num_known_tokens, MAX_EXPECTED_TOKENS)
+_DOUBT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What was last said about one request. `rule`: "predicted"; "load", "wait" or "refused" with the reason in
-    `verdict`. `left_s`: to the promised first token, `slack_s`: less what reading takes; None without a promise.
+    """What was last said about one request. `rule`: "predicted"; "load", "wait", "refused" or "left" with the reason
+    in `verdict`. `left_s`: to the promised first token, `slack_s`: less what reading takes; None without a promise.
     `options`: all that were weighed.
     """
 
@@ -115,7 +85,7 @@ class Predictor:
         self._links = LinkModel(1e-3, 1e9)
         self._timed: set[tuple[str, str]] = set()
         self._models: dict[str, tuple[StepReport, StepModel]] = {}
-        self._typical: StepModel | None = None
+        self._lost_since_s: float | None = None
         self._reading_since: dict[str, float] = {}
         self._index = PrefixIndex(_MAX_INDEXED_BLOCKS)
         self._known: set[str] = set()
@@ -147,24 +117,29 @@ class Predictor:
         if isinstance(answer, NotNow):
             self._remember(ask, "wait", answer.verdict, None, weighed)
             return answer
+        self._lost_since_s = None
         self._begun(answer.reader_id, prefills, decodes)
         self._remember(ask, rule, weighed.verdict, answer, weighed)
         return answer
 
     def service_s(self, request: GenerateRequest) -> float:
-        """Predicted time from the start of reading to the first token, on an idle worker that holds most of it."""
-        num_known = request.num_known_tokens
-        if self._typical is None:
-            return RULES.overhead_s + num_known * _NOMINAL_TOKEN_S
+        """Predicted time from the start of reading to the first token, on the fastest worker, idle and with most of it
+        in its cache.
+        """
+        num_known, chunk = request.num_known_tokens, self._engine.max_chunk_tokens
         held = max(self._held(request).values(), default=0) if self._slo.is_set else 0
         past = min(held, num_known - 1)
-        return RULES.overhead_s + self._typical.prefill_s(
-            num_known - past, past, self._engine.max_chunk_tokens
-        )
+        known = (model for report, model in self._models.values() if report.is_mixed_known)
+        reading_s = (model.prefill_s(num_known - past, past, chunk) for model in islice(known, MAX_WEIGHED))
+        return RULES.overhead_s + min(reading_s, default=num_known * _NOMINAL_TOKEN_S)
 
     def refused(self, ask: Ask, reason: str) -> None:
         """It leaves without a worker."""
         self._remember(ask, "refused", reason, None, _Weighed(reason))
+
+    def left(self, ask: Ask) -> None:
+        """Its client left while it waited."""
+        self._remember(ask, "left", "client left", None, _Weighed(""))
 
     def granted(self, request: GenerateRequest, decode_id: str, num_cached: int) -> None:
         """What the decode worker really holds: forget the rest."""
@@ -259,7 +234,7 @@ class Predictor:
         verdict, opens_in_s = weighed.verdict, weighed.opens_in_s
         is_late = ask.left_s <= ask.service_s
         if is_late and not ask.is_kept and self._slo.is_set:
-            return NotNow("too_late", is_hopeless=True)
+            return self._hopeless("too_late", opens_in_s)
         if verdict in ("workers_busy", "nothing is left over"):
             return NotNow(verdict, 0, opens_in_s)
         if verdict not in ("no_decode_room", "too_late"):
@@ -270,7 +245,18 @@ class Predictor:
             may_help, from_blocks = all(view.num_requests for view in decodes), float(demand.num_blocks)
         if may_help and (not is_late or (ask.is_kept and math.isfinite(opens_in_s))):
             return NotNow(verdict, from_blocks, opens_in_s)
-        return None if ask.is_kept else NotNow(verdict, opens_in_s=opens_in_s, is_hopeless=True)
+        return None if ask.is_kept else self._hopeless(verdict, opens_in_s)
+
+    def _hopeless(self, verdict: str, opens_in_s: float) -> NotNow | None:
+        """None: nothing was placed for so long that the predictions must be tried; they cannot mend while all are
+        refused by them.
+        """
+        now_s = self._clock()
+        if self._lost_since_s is None:
+            self._lost_since_s = now_s
+        if now_s - self._lost_since_s >= _DOUBT_S:
+            return None
+        return NotNow(verdict, opens_in_s=opens_in_s, is_hopeless=True)
 
     def _held(self, request: GenerateRequest) -> dict[str, int]:
         """Leading tokens that each worker holds."""
@@ -353,8 +339,6 @@ class Predictor:
         model = StepModel(Coefficients(base_s, 0.0, 0.0, decode_s, context_s), Coefficients(*steps.mixed))
         model.margin = steps.margin
         self._models[worker_id] = (steps, model)
-        if steps.is_mixed_known:
-            self._typical = model
         return model
 
     def _checked(

@@ -14,8 +14,9 @@ from contracts.config import BatonConfig, load_config
 from contracts.request import GenerateRequest, SamplingParams
 from contracts.service import Service
 from contracts.steps import StepReport
+from coordinator.ask import Ask
 from coordinator.placement import NotNow, Placement, WorkerView
-from coordinator.predict import NUM_RECORDS, Ask, Predictor, Record
+from coordinator.predict import NUM_RECORDS, Predictor, Record
 
 # 10 ms to read the weights, 100 µs a prompt token; nobody's predictions are off.
 STEPS = StepReport((0.010, 20e-6, 10e-9), (0.005, 100e-6, 1e-9, 100e-6, 10e-9), 1.0, 0.0, True, True)
@@ -313,3 +314,26 @@ def test_a_refusal_is_told_like_a_placement() -> None:
     p.refused(Ask(request(), BATCH), "queue_full")
     assert (last(p).rule, last(p).verdict, last(p).service_class) == ("refused", "queue_full", "batch")
     assert (last(p).left_s, last(p).slack_s) == (None, None)
+
+
+def test_reading_takes_what_the_fastest_worker_needs() -> None:
+    p = predictor()
+    slow = replace(D1, steps=replace(STEPS, mixed=(9.0, 9.0, 9.0, 9.0, 9.0)))
+    put(p, request(name="first"), 0.0, [P1], [slow])
+    assert p.service_s(request()) == pytest.approx(0.002 + p._models["p1"][1].prefill_s(1000, 0, 256))
+
+
+def test_predictions_that_refuse_everybody_are_tried_after_a_while() -> None:
+    now_s = [100.0]
+    p = predictor(clock=lambda: now_s[0])
+    for passed_s, is_placed in (
+        (0.0, False),
+        (29.0, False),
+        (1.0, True),
+        (1.0, False),
+        (29.0, False),
+        (1.0, True),
+    ):
+        now_s[0] += passed_s
+        answer = put(p, request(), 1.0, [P1], [D1], is_kept=False)
+        assert isinstance(answer, Placement) == is_placed

@@ -78,6 +78,7 @@ async def test_a_burst_is_counted_when_it_is_sent_and_not_when_the_worker_tells(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        assert [record.rule for record in s.flow.predictor.records] == ["load", "load", "left"]
 
 
 async def test_a_refusal_is_not_asked_for_again_until_the_worker_tells_anew() -> None:
