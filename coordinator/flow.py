@@ -223,7 +223,11 @@ class Flow:
             async with asyncio.timeout(line_deadline - time.monotonic()):
                 while True:
                     grant = partial(self._grant, ask, story.arrived_s)
-                    run = await self._line.turn(entry, grant, kind, is_back)
+                    try:
+                        run = await self._line.turn(entry, grant, kind, is_back)
+                    except asyncio.CancelledError:
+                        self.predictor.left(ask)
+                        raise
                     if await self._is_granted(run, line_deadline):
                         return run
                     is_back = True
@@ -320,6 +324,7 @@ class Flow:
 
     def _timed_out(self, story: Story, entry: Waiting, is_over: bool, patience_s: float) -> BatonError:
         """Nobody had room in time."""
+        self.predictor.refused(self._asked[entry.request_id], "no_room")
         if is_over:
             return DeadlineError("the request's deadline passed before a worker had room")
         retry_after_s = self._line.pace.wait_s(self._line.num_waiting)
@@ -328,7 +333,7 @@ class Flow:
                 f"{story.last_error.message}; no worker could go on within {patience_s:g} s",
                 retry_after_s=retry_after_s,
             )
-        self.refused(entry, "no_room")
+        self._observer.refused(entry.service_class, "no_room")
         return OverloadedError(f"no worker had room within {patience_s:g} s", retry_after_s=retry_after_s)
 
     def _num_readers(self) -> float:

@@ -122,11 +122,6 @@ class WaitingQueue:
         return self._backlog_s
 
     @property
-    def has_interactive(self) -> bool:
-        """Somebody waits before whom batch and best effort give way."""
-        return len(self) > len(self._batch) + len(self._best_effort)
-
-    @property
     def num_newcomers(self) -> int:
         return len(self) - len(self._resumed)
 
