@@ -63,7 +63,7 @@ class EngineConfig(_Section):
     kv_cache_bytes: int | None = Field(
         None,
         ge=1,
-        description="Hard ceiling of the KV pool. Empty: 1 GiB on CPU, 85% of the free memory on a GPU.",
+        description="Hard ceiling of the KV pool, of each rank. Empty: 1 GiB on CPU, 85% of the free memory on a GPU.",
     )
     num_blocks: int | None = Field(None, ge=2, description="KV blocks; overrides kv_cache_bytes.")
     compute_threads: int = Field(1, ge=1, description="CPU threads of the device thread (torch intra-op).")
@@ -93,8 +93,13 @@ class PoolConfig(_Section):
     """One pool: a Serve deployment."""
 
     num_replicas: int = Field(1, ge=0, description="Workers in the pool.")
-    num_cpus: float = Field(0.5, ge=0, description="Ray CPUs per worker.")
-    num_gpus: float = Field(0.0, ge=0, description="Ray GPUs per worker.")
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        description="Ranks per worker: processes of one node that each hold a share of the model's heads, MLPs and vocabulary, and of its KV. Which numbers a model allows, its refusal says.",
+    )
+    num_cpus: float = Field(0.5, ge=0, description="Ray CPUs per rank of a worker.")
+    num_gpus: float = Field(0.0, ge=0, description="Ray GPUs per rank of a worker.")
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict,
         description="Custom Ray resources per worker, e.g. {prefill: 1}; pins pools to node types.",
@@ -270,6 +275,9 @@ class BatonConfig(_Section):
         """No prefill pool: decode workers read prompts themselves."""
         return self.prefill.num_replicas == 0
 
+    def pool(self, role: Literal["prefill", "decode"]) -> PoolConfig:
+        return self.prefill if role == "prefill" else self.decode
+
     @model_validator(mode="after")
     def _check_between(self) -> BatonConfig:
         faults = list(_faults_between(self))
@@ -307,6 +315,11 @@ def _faults_between(config: BatonConfig) -> Iterator[str]:
             f"but got {engine.chunk_with_decodes}"
         )
     for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
+        if pool.tensor_parallel_size > 1 and not pool.num_cpus and not pool.num_gpus:
+            yield (
+                f"{role}.num_cpus: expected more than 0, or {role}.num_gpus, for each of "
+                f"{role}.tensor_parallel_size={pool.tensor_parallel_size} ranks but got 0"
+            )
         for name in _OWN_RESOURCES:
             if name in pool.resources:
                 yield f"{role}.resources: expected custom resources but got {name!r}; see {role}.num_cpus, {role}.num_gpus"

@@ -306,6 +306,7 @@ def worker_options(pool: PoolConfig) -> dict[str, Any]:
             "num_gpus": pool.num_gpus,
             "resources": dict(pool.resources),
         },
+        **_placement(pool),
         # Admission is the coordinator's; a refused hold would only hide a request from Serve's books.
         "max_ongoing_requests": 100_000,
         "graceful_shutdown_timeout_s": pool.drain_timeout_s,
@@ -316,3 +317,13 @@ def worker_options(pool: PoolConfig) -> dict[str, Any]:
         # One line per held call says nothing that the request's own log does not.
         "logging_config": {"enable_access_log": False},
     }
+
+
+def _placement(pool: PoolConfig) -> dict[str, Any]:
+    """Room on one node for all ranks of a worker, or for none. The replica takes the first bundle, the ranks that it
+    starts take the others."""
+    if pool.tensor_parallel_size == 1:
+        return {}
+    each = {name: amount for name, amount in (("CPU", pool.num_cpus), ("GPU", pool.num_gpus)) if amount}
+    bundles = [{**each, **pool.resources}, *[each] * (pool.tensor_parallel_size - 1)]
+    return {"placement_group_bundles": bundles, "placement_group_strategy": "STRICT_PACK"}

@@ -184,7 +184,11 @@ def _start(
         # The workers would fetch the model themselves; here its progress can be seen.
         from engine.embedded import check_model, resolve_model
 
-        check_model(resolve_model(args.model or config.model.path, stages))
+        num_ranks = {
+            f"{role}.tensor_parallel_size": pool.tensor_parallel_size
+            for role, pool in zip(("prefill", "decode"), _pools(config), strict=True)
+        }
+        check_model(resolve_model(args.model or config.model.path, stages), num_ranks)
     from coordinator.haproxy import serve_environment
 
     stages.begin("starting Ray")
@@ -293,7 +297,7 @@ def _build_app(given: dict[str, str]) -> Any:
 def _logical_cpus(config: BatonConfig) -> int:
     """Ray's CPUs are a book-keeping of shares, so a small machine may have more of them than cores."""
     wanted = _SERVE_CPUS + config.coordinator.num_replicas * config.coordinator.num_cpus
-    wanted += sum(pool.num_replicas * pool.num_cpus for pool in _pools(config))
+    wanted += sum(pool.num_replicas * pool.tensor_parallel_size * pool.num_cpus for pool in _pools(config))
     return max(os.cpu_count() or 1, int(wanted + 0.999))
 
 

@@ -1,4 +1,5 @@
-"""A `Worker` with the methods that Serve calls on a replica. Knows no Ray: `prefill.server` and `decode.server` do."""
+"""A `Worker` with the methods that Serve calls on a replica. What knows Ray is beside it: `prefill.server`,
+`decode.server`, and `ray_ranks` for a worker of several ranks."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from engine.embedded import resolve_model
 
 if TYPE_CHECKING:
     from worker.phases import PhaseFactory
+    from worker.ranks import StartRank
 
 EXIT_STUCK = 70
 
@@ -29,9 +31,14 @@ class ServedWorker:
         # NOTE: imported here, in the worker's own process: whoever describes the graph needs no torch.
         from worker.worker import Worker
 
-        _log_to_stderr()
+        log_to_stderr()
         worker_id = f"{self.role}-{secrets.token_hex(3)}"
-        self._worker = Worker(self.role, worker_id, config, secret, phases, end_process)
+        start_rank: StartRank | None = None
+        if config.pool(self.role).tensor_parallel_size > 1:
+            from worker import ray_ranks
+
+            start_rank = ray_ranks.start_rank
+        self._worker = Worker(self.role, worker_id, config, secret, phases, end_process, start_rank)
         path = await asyncio.to_thread(resolve_model, config.model.path)
         await self._worker.start(path, config.transfer.host or "")
 
@@ -62,7 +69,7 @@ def end_process(reason: str) -> None:
     os._exit(EXIT_STUCK)
 
 
-def _log_to_stderr() -> None:
+def log_to_stderr() -> None:
     logger = logging.getLogger("baton")
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
