@@ -66,6 +66,10 @@ class EngineConfig(_Section):
         description="Hard ceiling of the KV pool, of each rank. Empty: 1 GiB on CPU, 85% of the free memory on a GPU.",
     )
     num_blocks: int | None = Field(None, ge=2, description="KV blocks; overrides kv_cache_bytes.")
+    batch_invariant: bool = Field(
+        False,
+        description="The logits of a request have the same bits whatever shares its steps and however its prompt is cut. CPUs with a C++ compiler only; what it costs: docs/engine.md.",
+    )
     compute_threads: int = Field(1, ge=1, description="CPU threads of the device thread (torch intra-op).")
     max_num_seqs: int = Field(64, ge=1, description="Sequences a decode worker runs or has reserved at once.")
     max_chunk_tokens: int = Field(

@@ -13,9 +13,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from contracts.errors import ConfigError
 from engine.kernels import cpu, reference
+from engine.kernels.native import invariant
 from engine.kernels.native import kernels as native
 from engine.kernels.native.build import library
+from engine.kernels.native.ops import LANES
 from engine.kv import KvSlab
 from engine.parallel.group import ALONE, Ranks
 from engine.rope import inverse_frequencies, magnitude
@@ -108,6 +111,18 @@ def select_kernels(device: torch.device) -> Kernels:
     return kernel_set
 
 
+def invariant_kernels(device: torch.device, head_dim: int) -> Kernels:
+    """The kernel set of `engine.batch_invariant`. Raises ConfigError where there is none."""
+    if device.type != "cpu" or library() is None:
+        reason = f"device {device.type}" if device.type != "cpu" else "no C++ compiler that works"
+        raise ConfigError(f"engine.batch_invariant: expected false but got true ({reason})")
+    if head_dim % LANES:
+        raise ConfigError(
+            f"engine.batch_invariant: expected heads of a multiple of {LANES} but the model has {head_dim}"
+        )
+    return invariant
+
+
 class Model:
     """Weights and their arithmetic; stateless between steps. `dtype` is that of the activations.
 
@@ -115,14 +130,17 @@ class Model:
     bits on all.
     """
 
-    def __init__(self, loaded: LoadedModel, ranks: Ranks = ALONE) -> None:
+    def __init__(self, loaded: LoadedModel, ranks: Ranks = ALONE, batch_invariant: bool = False) -> None:
         self.spec = loaded.spec
         self._ranks = ranks
         self._vocabulary = loaded.shard.vocabulary(loaded.spec.vocab_size)
         self._weights = loaded.weights
         self.dtype = loaded.dtype
         self.device = loaded.weights.final_norm.device
-        self._kernels = select_kernels(self.device)
+        if batch_invariant:
+            self._kernels = invariant_kernels(self.device, self.spec.head_dim)
+        else:
+            self._kernels = select_kernels(self.device)
         # Layers share a few ropes: one table of each per step.
         ropes = list(dict.fromkeys(layer.rope for layer in self.spec.layers))
         self._ropes = [

@@ -102,7 +102,13 @@ def load_engine(
             f"engine.kv_cache_bytes: expected room for at least 2 blocks but it holds {num_blocks}"
         )
     slab = company.slab(model, num_blocks, engine.block_size)
-    return Engine(model, slab, Runner(Model(model, group), slab, engine.compute_threads, within=company.step))
+    return Engine(
+        model,
+        slab,
+        Runner(
+            Model(model, group, engine.batch_invariant), slab, engine.compute_threads, within=company.step
+        ),
+    )
 
 
 def resolve_device(name: str) -> str:
