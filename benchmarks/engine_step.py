@@ -5,7 +5,7 @@
     the machine   sustained read bandwidth; this model's linear layers alone, and its head, through oneDNN with packed
                   weights of the same type, at 1, 8, 256 and 1,024 rows
     the engine    whole steps: prefill of 256 and 1,024 tokens, decode of 1 sequence at 256 tokens and 8 at 1,000, and
-                  decode of 1 with int8 and int4 weights
+                  decode of 1 with int8 and int4 weights; some of them with engine.batch_invariant
     a process     that serves: resident set after a prompt, less weights and KV pool (with Ray's libraries, without Ray)
 
 The embedded model, in bfloat16 where the CPU has instructions for it, else in float32. Machine and engine are measured
@@ -128,7 +128,9 @@ def measure(dtype: torch.dtype, rounds: int) -> tuple[Clock, float]:
     clock, loaded = Clock(), load_mode("none", dtype)
     spec = loaded.spec
     machine = Machine(linears(loaded), (spec.vocab_size, spec.hidden_size), dtype)
-    engine = Engine(Model(loaded), 8 * (1000 // BLOCK_SIZE + 1))
+    blocks = 8 * (1000 // BLOCK_SIZE + 1)
+    engine = Engine(Model(loaded), blocks)
+    invariant = Engine(Model(load_mode("none", dtype), batch_invariant=True), blocks)
     others = {mode: Engine(Model(load_mode(mode, dtype)), 32) for mode in MODES if mode != "none"}
     work: dict[str, tuple[Work, int]] = {  # and how often it is done in a round
         "read": (machine.read, 3),
@@ -139,6 +141,9 @@ def measure(dtype: torch.dtype, rounds: int) -> tuple[Clock, float]:
         "decode_b1_c256": (engine.decode(1, 256), 20),
         "decode_b8_c1000": (engine.decode(8, 1000), 10),
         **{f"{mode}_b1": (other.decode(1, 256), 20) for mode, other in others.items()},
+        "invariant_prefill_256": (invariant.prefill(256), 1),
+        "invariant_b1": (invariant.decode(1, 256), 20),
+        "invariant_b8": (invariant.decode(8, 1000), 10),
     }
     for _ in range(rounds):  # in turns, so that a change of the machine's load meets all of them
         for name, (step, times) in work.items():
@@ -148,7 +153,8 @@ def measure(dtype: torch.dtype, rounds: int) -> tuple[Clock, float]:
 
 
 def bounds_of(best_ms: dict[str, float], kv_bytes_per_token: float) -> dict[str, float]:
-    """What each step is compared with, in ms: the work that no engine of this machine could leave out."""
+    """What each step is compared with, in ms: the work that no engine of this machine could leave out; of weights and
+    sums of another kind, the plain step."""
     kv_ms = 8 * 1000 * kv_bytes_per_token / (BANDWIDTH_BYTES / best_ms["read"])
     return {
         "prefill_1024": best_ms["linears 1024"],
@@ -157,6 +163,9 @@ def bounds_of(best_ms: dict[str, float], kv_bytes_per_token: float) -> dict[str,
         "decode_b8_c1000": best_ms["linears 8"] + best_ms["head 8"] + kv_ms,
         "int4_b1": best_ms["decode_b1_c256"],
         "int8_b1": best_ms["decode_b1_c256"],
+        "invariant_prefill_256": best_ms["prefill_256"],
+        "invariant_b1": best_ms["decode_b1_c256"],
+        "invariant_b8": best_ms["decode_b8_c1000"],
     }
 
 

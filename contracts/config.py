@@ -11,20 +11,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from contracts.config_faults import explain
 from contracts.config_gateway import GatewayConfig
-from contracts.config_planner import PlannerConfig, replica_faults
+from contracts.config_planner import PlannerConfig
+from contracts.config_pools import DecodePoolConfig, PoolConfig, PrefillPoolConfig, pool_faults
 from contracts.config_section import Section
 from contracts.config_slo import SloConfig
 from contracts.errors import ConfigError
 
 _WILDCARD_HOSTS = ("0.0.0.0", "::", "*")
-_OWN_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")  # Ray counts these under other options
 
 
 class ModelConfig(Section):
@@ -61,9 +61,13 @@ class EngineConfig(Section):
     kv_cache_bytes: int | None = Field(
         None,
         ge=1,
-        description="Hard ceiling of the KV pool. Empty: 1 GiB on CPU, 85% of the free memory on a GPU.",
+        description="Hard ceiling of the KV pool, of each rank. Empty: 1 GiB on CPU, 85% of the free memory on a GPU.",
     )
     num_blocks: int | None = Field(None, ge=2, description="KV blocks; overrides kv_cache_bytes.")
+    batch_invariant: bool = Field(
+        False,
+        description="The logits of a request have the same bits whatever shares its steps and however its prompt is cut. CPUs with a C++ compiler only; what it costs: docs/engine.md.",
+    )
     compute_threads: int = Field(1, ge=1, description="CPU threads of the device thread (torch intra-op).")
     max_num_seqs: int = Field(64, ge=1, description="Sequences a decode worker runs or has reserved at once.")
     max_chunk_tokens: int = Field(
@@ -84,57 +88,6 @@ class EngineConfig(Section):
         30.0,
         gt=0,
         description="A worker whose running step is older than this ends its process and is replaced. Time that the process itself was stopped does not count.",
-    )
-
-
-class PoolConfig(Section):
-    """One pool: a Serve deployment."""
-
-    num_replicas: int = Field(1, ge=0, description="Workers in the pool.")
-    min_replicas: int = Field(1, ge=1, description="Fewest workers, with max_replicas.")
-    max_replicas: int | None = Field(
-        None,
-        ge=1,
-        description="Most workers: the planner moves their number between min_replicas and this, from num_replicas on. Empty: it stays as it is.",
-    )
-    num_cpus: float = Field(0.5, ge=0, description="Ray CPUs per worker.")
-    num_gpus: float = Field(0.0, ge=0, description="Ray GPUs per worker.")
-    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        default_factory=dict,
-        description="Custom Ray resources per worker, e.g. {prefill: 1}; pins pools to node types.",
-    )
-    health_check_period_s: float = Field(
-        1.0, gt=0, description="How often Serve asks the worker whether it is well."
-    )
-    health_check_timeout_s: float = Field(
-        10.0,
-        gt=0,
-        description="A worker that does not answer in this time is replaced. Serve replaces after three missed checks, so each gets a third of it.",
-    )
-    drain_timeout_s: float = Field(
-        30.0, ge=0, description="How long a stopping worker may finish its requests."
-    )
-
-    @property
-    def most_replicas(self) -> int:
-        return self.max_replicas or self.num_replicas
-
-
-class PrefillPoolConfig(PoolConfig):
-    """The pool that reads prompts."""
-
-    num_replicas: int = Field(
-        1,
-        ge=0,
-        description="Prefill workers. 0: colocated serving, decode workers read prompts themselves, nothing is handed over.",
-    )
-
-
-class DecodePoolConfig(PoolConfig):
-    """The pool that writes answers."""
-
-    num_replicas: int = Field(
-        1, ge=1, description="Decode workers. There is no serving without one: only they write answers."
     )
 
 
@@ -287,6 +240,9 @@ class BatonConfig(Section):
         """Workers change their roles. Without promises there is nothing to weigh by."""
         return self.planner.enabled and self.slo.is_set and not self.is_colocated
 
+    def pool(self, role: Literal["prefill", "decode"]) -> PoolConfig:
+        return self.prefill if role == "prefill" else self.decode
+
     @model_validator(mode="after")
     def _check_between(self) -> BatonConfig:
         faults = list(_faults_between(self))
@@ -324,12 +280,7 @@ def _faults_between(config: BatonConfig) -> Iterator[str]:
             f"but got {engine.chunk_with_decodes}"
         )
     for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
-        if pool.max_replicas is not None:
-            bounds = (pool.min_replicas, pool.num_replicas, pool.max_replicas)
-            yield from replica_faults(role, bounds, config.is_planned)
-        for name in _OWN_RESOURCES:
-            if name in pool.resources:
-                yield f"{role}.resources: expected custom resources but got {name!r}; see {role}.num_cpus, {role}.num_gpus"
+        yield from pool_faults(role, pool, config.is_planned)
 
 
 def load_config(path: str | Path | None = None, overrides: dict[str, Any] | None = None) -> BatonConfig:

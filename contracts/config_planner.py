@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pydantic import Field
 
-from pydantic import BaseModel, ConfigDict, Field
+from contracts.config_section import Section
 
 
-class PlannerConfig(BaseModel):
+class PlannerConfig(Section):
     """Works only with promises (slo) and a prefill pool."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     enabled: bool = Field(
         True,
@@ -33,18 +31,3 @@ class PlannerConfig(BaseModel):
     downscale_delay_s: float = Field(
         120.0, ge=0, description="How long fewer replicas are wanted before Serve takes one away."
     )
-
-
-def replica_faults(role: str, bounds: tuple[int, int, int], is_planned: bool) -> Iterator[str]:
-    """What is wrong with (fewest, at the start, most) replicas of a pool whose number may move."""
-    fewest, start, most = bounds
-    if not is_planned:
-        yield (
-            f"{role}.max_replicas: expected both promises (slo), planner.enabled and prefill workers beside it, "
-            "because the planner moves the number"
-        )
-    if not fewest <= start <= most:
-        yield (
-            f"{role}.num_replicas: expected {fewest} to {most} ({role}.min_replicas, {role}.max_replicas) "
-            f"but got {start}"
-        )

@@ -31,8 +31,8 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from contracts.config import PoolConfig
 from contracts.config_planner import PlannerConfig
+from contracts.config_pools import PoolConfig
 from contracts.errors import ProtocolError, WorkerLostError
 from contracts.messages import Role, WorkerInfo
 
@@ -308,6 +308,7 @@ def worker_options(pool: PoolConfig, planner: PlannerConfig | None = None) -> di
             "num_gpus": pool.num_gpus,
             "resources": dict(pool.resources),
         },
+        **_placement(pool),
         # Admission is the coordinator's; a refused hold would only hide a request from Serve's books.
         "max_ongoing_requests": 100_000,
         "graceful_shutdown_timeout_s": pool.drain_timeout_s,
@@ -333,3 +334,13 @@ def _replicas(pool: PoolConfig, planner: PlannerConfig) -> dict[str, Any]:
             "policy": {"policy_function": "coordinator.replicas:wanted_replicas"},
         }
     }
+
+
+def _placement(pool: PoolConfig) -> dict[str, Any]:
+    """Room on one node for all ranks of a worker, or for none. The replica takes the first bundle, the ranks that it
+    starts take the others."""
+    if pool.tensor_parallel_size == 1:
+        return {}
+    each = {name: amount for name, amount in (("CPU", pool.num_cpus), ("GPU", pool.num_gpus)) if amount}
+    bundles = [{**each, **pool.resources}, *[each] * (pool.tensor_parallel_size - 1)]
+    return {"placement_group_bundles": bundles, "placement_group_strategy": "STRICT_PACK"}

@@ -182,7 +182,11 @@ def _start(
         # The workers would fetch the model themselves; here its progress can be seen.
         from engine.embedded import check_model, resolve_model
 
-        check_model(resolve_model(args.model or config.model.path, stages))
+        num_ranks = {
+            f"{role}.tensor_parallel_size": pool.tensor_parallel_size
+            for role, pool in (("prefill", config.prefill), ("decode", config.decode))
+        }
+        check_model(resolve_model(args.model or config.model.path, stages), num_ranks)
     from coordinator.haproxy import serve_environment
 
     stages.begin("starting Ray")

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from contracts.config import BatonConfig, PoolConfig
+from contracts.config import BatonConfig
+from contracts.config_pools import PoolConfig
 
 _OBJECT_STORE_BYTES = 128 << 20  # Serve's messages are small and KV does not travel through Ray
 _SERVE_CPUS = 1.0  # room for Serve's own actors
@@ -73,7 +74,7 @@ def _fewer_processes() -> Iterator[None]:
 def _logical_cpus(config: BatonConfig) -> int:
     """Ray's CPUs are a book-keeping of shares, so a small machine may have more of them than cores."""
     wanted = _SERVE_CPUS + config.coordinator.num_replicas * config.coordinator.num_cpus
-    wanted += sum(pool.most_replicas * pool.num_cpus for pool in _pools(config))
+    wanted += sum(pool.most_replicas * pool.tensor_parallel_size * pool.num_cpus for pool in _pools(config))
     return max(os.cpu_count() or 1, int(wanted + 0.999))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from contracts.config import PoolConfig
+from contracts.config_pools import PoolConfig
 from contracts.messages import Role
 from policy.planner import Plan
 

@@ -22,12 +22,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from contracts.config import cache_dir as baton_cache_dir
 from contracts.errors import ConfigError
 from engine.gguf_file import read_gguf
+from engine.parallel.shards import check_degree
 from engine.spec import ModelSpec
 from engine.spec_gguf import spec_from_gguf
 from engine.spec_hf import spec_from_hf
@@ -89,11 +90,19 @@ def resolve_model(model: str | None, progress: Progress | None = None) -> Path:
     )
 
 
-def check_model(path: Path) -> ModelSpec:
+def check_model(path: Path, num_ranks: Mapping[str, int] | None = None) -> ModelSpec:
     """What the model at `path` (from `resolve_model`) says of itself: config.json or the GGUF header, no weights.
 
-    Raises ConfigError naming the file if this engine cannot serve it.
+    `num_ranks`: into how many ranks it is to be cut, by the configuration's field. Raises ConfigError naming the file
+    if this engine cannot serve it, or the field if not so.
     """
+    spec = _read_spec(path)
+    for field, degree in (num_ranks or {}).items():
+        check_degree(spec, degree, field)
+    return spec
+
+
+def _read_spec(path: Path) -> ModelSpec:
     try:
         if path.is_file():
             return spec_from_gguf(read_gguf(path))

@@ -70,15 +70,22 @@ def check_fit(
     kv_bytes: int,
     available: AvailableBytes,
     quantized_bytes: int | None = None,
+    num_ranks: int = 1,
 ) -> None:
-    """Raises ConfigError saying what is needed, what there is, and what to try. Unknown free memory is no reason."""
+    """Raises ConfigError saying what is needed, what there is, and what to try. Unknown free memory is no reason.
+
+    Of a model on `num_ranks` ranks, `spec` and the bytes are one rank's; ranks on a CPU share its memory.
+    """
     need, free = need_of(spec, dtype, kv_bytes, quantized_bytes), available(device)
+    if free is not None and device.type == "cpu":
+        free //= num_ranks
     if free is None or need.total <= free:
         return
     working = need.total - need.weights - need.kv_cache
     parts = f"weights {_size(need.weights)}, KV cache {_size(need.kv_cache)}, working memory {_size(working)}"
+    each = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
     raise ConfigError(
-        f"the model does not fit: needs {_size(need.total)} ({parts}), {device.type} has {_size(free)}; "
+        f"the model does not fit: needs {_size(need.total)} ({parts}){each}, {device.type} has {_size(free)}; "
         f"try {_advice(dtype, need, free)}"
     )
 

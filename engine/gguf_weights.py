@@ -18,7 +18,8 @@ from torch import Tensor
 
 from contracts.errors import ConfigError
 from engine.gguf_file import GgufFile, GgufTensor, read_gguf
-from engine.quantization import BlockKind
+from engine.parallel.shards import Part
+from engine.quantization import GROUP, BlockKind
 from engine.spec import ModelSpec
 from engine.spec_gguf import spec_from_gguf
 
@@ -49,6 +50,7 @@ _POST_NORMS = {
 _NO_POST_NORMS = {"ffn_norm": "post_attention_layernorm"}
 # Part of the spec, not a weight.
 _ROPE_FACTORS = "rope_freqs.weight"
+_PIECE_ROWS = 256
 _PIECE_ELEMENTS = 1 << 16  # four times as many took twice as long (SmolLM2-135M, Q4_1)
 
 
@@ -70,13 +72,22 @@ class GgufSource:
                 self._tensors.update(_parts(tensor, self.spec.has_post_norms))
         self.tensors: dict[str, tuple[int, ...]] = {name: t.shape for name, t in self._tensors.items()}
 
-    def read_into(self, name: str, target: Tensor) -> None:
+    def read_into(self, name: str, target: Tensor, part: Part) -> None:
         """Expand into `target`, rows in Hugging Face order. Raises ConfigError for a tensor that is not whole."""
-        tensor, num_heads = self._tensors[name], self._num_paired_heads(name)
-        if num_heads:
-            target.copy_(_half_split_rows(self._expanded(tensor), num_heads))
-        else:
+        tensor, head_rows = self._tensors[name], self._rows_of_paired_head(name)
+        if len(tensor.shape) == 1:
+            values = self._expanded(tensor)
+            target.copy_((_half_split_rows(values, head_rows) if head_rows else values)[part.rows])
+            return
+        tensor = _rows(tensor, part.rows)
+        if head_rows:
+            target.copy_(_half_split_rows(self._expanded(tensor), head_rows))
+        elif part.has_all_columns:
             self._expand(tensor, target)
+        else:
+            for low in range(0, tensor.shape[0], _PIECE_ROWS):
+                high = min(low + _PIECE_ROWS, tensor.shape[0])
+                target[low:high].copy_(self._expanded(_rows(tensor, slice(low, high)))[:, part.columns])
 
     def block_kind(self, name: str) -> BlockKind | None:
         """Q4_0, Q4_1, Q8_0 matrices are kept as they are; all else is expanded."""
@@ -84,9 +95,10 @@ class GgufSource:
         known = {kind.value for kind in BlockKind}
         return BlockKind(tensor.kind) if tensor.kind in known and len(tensor.shape) == 2 else None
 
-    def read_blocks(self, name: str, target: Tensor) -> None:
+    def read_blocks(self, name: str, target: Tensor, part: Part) -> None:
         """As weights.TensorSource, rows in Hugging Face order. Raises ConfigError for a tensor that is not whole."""
-        tensor, num_heads = self._tensors[name], self._num_paired_heads(name)
+        whole, head_rows = self._tensors[name], self._rows_of_paired_head(name)
+        tensor = _rows(whole, part.rows)
         num_bytes = _num_bytes(tensor)
         stored = self._bytes[tensor.offset : tensor.offset + num_bytes]
         if len(stored) != num_bytes:
@@ -94,15 +106,16 @@ class GgufSource:
                 f"tensor {tensor.name}: the file ends {num_bytes - len(stored)} bytes too early"
             )
         # NOTE: copied, since torch has no tensors over the read-only mapping.
-        rows = torch.from_numpy(stored.reshape(tensor.shape[0], -1).copy())
-        target.copy_(_half_split_rows(rows, num_heads) if num_heads else rows)
+        low, high, _ = part.columns.indices(whole.shape[1])
+        block_bytes = BlockKind(tensor.kind).block_bytes
+        columns = slice(low // GROUP * block_bytes, high // GROUP * block_bytes)
+        rows = torch.from_numpy(stored.reshape(tensor.shape[0], -1)[:, columns].copy())
+        target.copy_(_half_split_rows(rows, head_rows) if head_rows else rows)
 
-    def _num_paired_heads(self, name: str) -> int:
-        """Heads whose rows the file holds as rotation pairs; 0: none."""
-        if not self._has_paired_rows:
-            return 0
-        heads = {"q_proj": self.spec.num_heads, "k_proj": self.spec.num_kv_heads}
-        return heads.get(name.split(".")[-2], 0)
+    def _rows_of_paired_head(self, name: str) -> int:
+        """Rows of a head, where the file holds them as rotation pairs; 0: it does not."""
+        is_paired = self._has_paired_rows and name.split(".")[-2] in ("q_proj", "k_proj")
+        return self.spec.head_dim if is_paired else 0
 
     def _rope_factors(self, file: GgufFile) -> tuple[float, ...] | None:
         tensor = file.tensors.get(_ROPE_FACTORS)
@@ -215,7 +228,16 @@ def _num_bytes(tensor: GgufTensor) -> int:
     return _num_blocks(tensor) * block_bytes
 
 
-def _half_split_rows(values: Tensor, num_heads: int) -> Tensor:
+def _rows(tensor: GgufTensor, rows: slice) -> GgufTensor:
+    """Some rows of a matrix, which are whole blocks one after the other."""
+    low, high, _ = rows.indices(tensor.shape[0])
+    row_bytes = _num_bytes(tensor) // tensor.shape[0]
+    return GgufTensor(
+        tensor.name, (high - low, *tensor.shape[1:]), tensor.kind, tensor.offset + low * row_bytes
+    )
+
+
+def _half_split_rows(values: Tensor, head_rows: int) -> Tensor:
     """GGUF orders a head's rows as rotation pairs (0, d/2, 1, d/2+1, ...); Hugging Face as halves (0, 1, ..., d-1)."""
-    pairs = values.view(num_heads, -1, 2, *values.shape[1:])
+    pairs = values.view(-1, head_rows // 2, 2, *values.shape[1:])
     return pairs.transpose(1, 2).reshape(values.shape)

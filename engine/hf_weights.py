@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from contracts.errors import ConfigError
+from engine.parallel.shards import Part
 from engine.quantization import BlockKind
 from engine.spec import ModelSpec
 from engine.spec_hf import has_offset_norms, spec_from_hf
@@ -37,13 +38,19 @@ class _Stored:
     expert: int | None = None
     low: int = 0
 
-    def read(self) -> Tensor:
-        if self.expert is None:
+    def read(self, part: Part) -> Tensor:
+        """Only what was asked for is read from the file."""
+        if self.expert is None and part.shape == self.shape:
             whole: Tensor = self.handle.get_tensor(self.name)
             return whole
-        rows = slice(self.low, self.low + self.shape[0])
-        part: Tensor = self.handle.get_slice(self.name)[self.expert : self.expert + 1, rows]
-        return part[0]
+        low, high, _ = part.rows.indices(self.shape[0])
+        place: tuple[slice, ...] = (slice(self.low + low, self.low + high),)
+        if len(self.shape) > 1:
+            place += (part.columns,)
+        if self.expert is not None:
+            place = (slice(self.expert, self.expert + 1), *place)
+        found: Tensor = self.handle.get_slice(self.name)[place]
+        return found if self.expert is None else found[0]
 
 
 class HfSource:
@@ -69,9 +76,9 @@ class HfSource:
         except (OSError, SafetensorError) as exc:
             raise ConfigError(f"expected a safetensors file but could not read {shard}: {exc}") from exc
 
-    def read_into(self, name: str, target: Tensor) -> None:
-        """Copy the tensor from the mapped file, converted. Raises ConfigError if it is not floating-point."""
-        tensor = self._stored[name].read()
+    def read_into(self, name: str, target: Tensor, part: Part) -> None:
+        """Copy the part from the mapped file, converted. Raises ConfigError if it is not floating-point."""
+        tensor = self._stored[name].read(part)
         if not tensor.is_floating_point():
             raise ConfigError(f"tensor {name}: expected floating-point weights but got {tensor.dtype}")
         target.copy_(tensor)
@@ -82,7 +89,7 @@ class HfSource:
         """None: such a directory holds numbers."""
         return None
 
-    def read_blocks(self, name: str, target: Tensor) -> None:
+    def read_blocks(self, name: str, target: Tensor, part: Part) -> None:
         raise AssertionError(f"{name}: asked for blocks of a tensor that has none")
 
 

@@ -8,6 +8,8 @@ Who owns which block is not known here.
 from __future__ import annotations
 
 import math
+import mmap
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,6 +88,25 @@ class KvSlab:
     def layer(self, index: int) -> Tensor:
         """View [N, 2, K, S, D] of one layer."""
         return self.data[:, index]
+
+
+def shared_file(spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype) -> int:
+    """A file descriptor of zeroed memory without a name for `shared_slab`; pages come into being when first used."""
+    shape = (num_blocks, spec.num_layers, 2, spec.num_kv_heads, block_size, spec.head_dim)
+    file = os.memfd_create("baton-kv-rank", os.MFD_CLOEXEC)
+    os.ftruncate(file, math.prod(shape) * dtype.itemsize)
+    return file
+
+
+def shared_slab(file: int, shape: tuple[int, ...], dtype: torch.dtype) -> KvSlab:
+    """The slab [N, L, 2, K, S, D] that lies in `file`, which may be closed afterwards.
+
+    Raises ConfigError if the file is of another size: reading beyond its end would end the process.
+    """
+    num_bytes, found = math.prod(shape) * dtype.itemsize, os.fstat(file).st_size
+    if found != num_bytes:
+        raise ConfigError(f"kv slab: expected {num_bytes} bytes {shape} but got {found}")
+    return KvSlab(torch.frombuffer(mmap.mmap(file, num_bytes), dtype=dtype).view(shape))
 
 
 _ALIGNMENT_BYTES = 4096

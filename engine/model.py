@@ -13,10 +13,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from contracts.errors import ConfigError
 from engine.kernels import cpu, reference
+from engine.kernels.native import invariant
 from engine.kernels.native import kernels as native
 from engine.kernels.native.build import library
+from engine.kernels.native.ops import LANES
 from engine.kv import KvSlab
+from engine.parallel.group import ALONE, Ranks
 from engine.rope import inverse_frequencies, magnitude
 from engine.spec import Activation, AttentionRule, Experts
 from engine.weights import Linear, LoadedModel, Mlp, SparseMlp
@@ -107,15 +111,36 @@ def select_kernels(device: torch.device) -> Kernels:
     return kernel_set
 
 
-class Model:
-    """Weights and their arithmetic; stateless between steps. `dtype` is that of the activations."""
+def invariant_kernels(device: torch.device, head_dim: int) -> Kernels:
+    """The kernel set of `engine.batch_invariant`. Raises ConfigError where there is none."""
+    if device.type != "cpu" or library() is None:
+        reason = f"device {device.type}" if device.type != "cpu" else "no C++ compiler that works"
+        raise ConfigError(f"engine.batch_invariant: expected false but got true ({reason})")
+    if head_dim % LANES:
+        raise ConfigError(
+            f"engine.batch_invariant: expected heads of a multiple of {LANES} but the model has {head_dim}"
+        )
+    return invariant
 
-    def __init__(self, loaded: LoadedModel) -> None:
+
+class Model:
+    """Weights and their arithmetic; stateless between steps. `dtype` is that of the activations.
+
+    One of several ranks has a shard, and `ranks` to add up what each of them computed. The residual stream has the same
+    bits on all.
+    """
+
+    def __init__(self, loaded: LoadedModel, ranks: Ranks = ALONE, batch_invariant: bool = False) -> None:
         self.spec = loaded.spec
+        self._ranks = ranks
+        self._vocabulary = loaded.shard.vocabulary(loaded.spec.vocab_size)
         self._weights = loaded.weights
         self.dtype = loaded.dtype
         self.device = loaded.weights.final_norm.device
-        self._kernels = select_kernels(self.device)
+        if batch_invariant:
+            self._kernels = invariant_kernels(self.device, self.spec.head_dim)
+        else:
+            self._kernels = select_kernels(self.device)
         # Layers share a few ropes: one table of each per step.
         ropes = list(dict.fromkeys(layer.rope for layer in self.spec.layers))
         self._ropes = [
@@ -133,10 +158,10 @@ class Model:
             self._kernels.pack(loaded.weights.embedding)
 
     def forward(self, plan: StepPlan, slab: KvSlab) -> Tensor:
-        """Logits [R, V] float32 of the wanted rows. Writes KV of all T tokens into `slab`."""
+        """Logits [R, V] float32 of the wanted rows; beyond rank 0 empty. Writes KV of all T tokens into `slab`."""
         # The residual stream stays float32: in bfloat16 it loses what late layers add to it.
-        kernels, eps = self._kernels, self.spec.norm_eps
-        hidden = kernels.embed(plan.token_ids, self._weights.embedding) * self.spec.embedding_scale
+        kernels, ranks, eps = self._kernels, self._ranks, self.spec.norm_eps
+        hidden = self._embed(plan.token_ids) * self.spec.embedding_scale
         tables = [reference.rope_table(plan.positions, *rope) for rope in self._ropes]
         # What the last product adds to the stream, not added yet, and the norm behind it.
         added: Tensor | None = None
@@ -148,15 +173,26 @@ class Model:
             # Keys and values go to the slab first, so that a chunk sees itself there.
             q = kernels.split_heads(kernels.linear(normed, layer.qkv), norms, rotation, kv, place)
             attended = self._attend(q, kv, plan, self._rules[index])
-            added, post = kernels.linear(attended.view(len(hidden), -1), layer.out), layer.attention_post_norm
+            added = ranks.total(kernels.linear(attended.view(len(hidden), -1), layer.out))
+            post = layer.attention_post_norm
             hidden, normed = kernels.add_norm(hidden, added, post, layer.mlp_norm, eps, self.dtype)
-            added, post = self._mlp(normed, layer.mlp), layer.mlp_post_norm
+            added, post = ranks.total(self._mlp(normed, layer.mlp)), layer.mlp_post_norm
         if not len(plan.wanted):
             return torch.empty(0, self.spec.vocab_size, device=self.device)
         assert added is not None, "a model without layers"
         wanted = hidden[plan.wanted], added[plan.wanted]
         _, final = kernels.add_norm(*wanted, post, self._weights.final_norm, eps, self.dtype)
-        return reference.soft_cap(kernels.logits(final, self._weights.lm_head), self.spec.logit_cap)
+        logits = ranks.joined(kernels.logits(final, self._weights.lm_head), self.spec.vocab_size)
+        return reference.soft_cap(logits, self.spec.logit_cap)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """[T, hidden] float32. A rank that does not have a token's row adds zeros."""
+        table, low, high = self._weights.embedding, self._vocabulary.start, self._vocabulary.stop
+        if high - low == self.spec.vocab_size:
+            return self._kernels.embed(token_ids, table)
+        is_elsewhere = (token_ids < low) | (token_ids >= high)
+        rows = self._kernels.embed((token_ids - low).masked_fill(is_elsewhere, 0), table)
+        return self._ranks.total(rows.masked_fill(is_elsewhere[:, None], 0.0))
 
     def _attend(self, q: Tensor, kv: Tensor, plan: StepPlan, rule: AttentionRule) -> Tensor:
         """q [T, H, D] -> [T, H, D] in the model's dtype."""

@@ -5,7 +5,8 @@ StepItem* ──► StepPlan (tokens, slots, decode groups, chunks) ──► Mo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -37,10 +38,16 @@ class StepItem:
         return len(self.token_ids) if self.want_all_logits else int(self.want_logits)
 
 
+Within = Callable[[Sequence[StepItem]], AbstractContextManager[None]]
+"""What a step's computation happens in: rank 0 tells the others there (engine.parallel.leader)."""
+
+
 class Runner:
     """The model on its device, with the slab it writes. One thread calls `execute`."""
 
-    def __init__(self, model: Model, slab: KvSlab, num_threads: int = 1) -> None:
+    def __init__(
+        self, model: Model, slab: KvSlab, num_threads: int = 1, within: Within = lambda _items: nullcontext()
+    ) -> None:
         """Raises ConfigError if `slab` was not made for this model."""
         spec = model.spec
         expected = (spec.num_layers, spec.num_kv_heads, spec.head_dim, model.dtype, model.device.type)
@@ -52,6 +59,7 @@ class Runner:
         self._model = model
         self._slab = slab
         self._num_threads = num_threads
+        self._within = within
         self._has_set_threads = False
 
     @torch.no_grad()
@@ -63,7 +71,9 @@ class Runner:
         if not self._has_set_threads:
             torch.set_num_threads(self._num_threads)  # per calling thread
             self._has_set_threads = True
-        return self._model.forward(self._plan(items), self._slab)
+        plan = self._plan(items)
+        with self._within(items):
+            return self._model.forward(plan, self._slab)
 
     def warm_up(self) -> None:
         """One chunk and one decode on the first block, so that the first request pays for no set-up."""

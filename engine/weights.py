@@ -22,6 +22,7 @@ from contracts.errors import ConfigError
 from engine.fit import AvailableBytes, available_bytes, check_fit
 from engine.gguf_weights import GgufSource
 from engine.hf_weights import HfSource
+from engine.parallel.shards import WHOLE, Part, Shard, check_degree
 from engine.quantization import GROUP, BlockKind, Quantization, Quantized, quantize, row_bytes
 from engine.spec import ModelSpec
 from engine.tensor_names import expected_tensors, fused_with, layer_norms
@@ -44,13 +45,14 @@ class TensorSource(Protocol):
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]: ...
 
-    def read_into(self, name: str, target: Tensor) -> None: ...
+    def read_into(self, name: str, target: Tensor, part: Part) -> None: ...
 
     def block_kind(self, name: str) -> BlockKind | None:
         """How the file holds the matrix, if it does so in blocks that need not be expanded."""
 
-    def read_blocks(self, name: str, target: Tensor) -> None:
-        """The blocks of such a matrix [out, in], as they are, into target [out, in / 32 * block_bytes] uint8."""
+    def read_blocks(self, name: str, target: Tensor, part: Part) -> None:
+        """The blocks of such a matrix [out, in], as they are, into target [out, in / 32 * block_bytes] uint8;
+        columns of `part` are whole blocks."""
 
 
 @dataclass(slots=True)
@@ -119,12 +121,15 @@ class ModelWeights:
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """`fingerprint` identifies the files; two workers whose fingerprints differ must not exchange KV. `dtype`: of the
-    activations, and of weights that are not quantized."""
+    activations, and of weights that are not quantized. Of a `shard`, `spec` and weights are what this rank has, and
+    `whole` is the spec of the model."""
 
     spec: ModelSpec
     weights: ModelWeights
     fingerprint: str
     dtype: torch.dtype
+    whole: ModelSpec
+    shard: Shard = WHOLE
 
 
 def resolve_dtype(name: str, device: torch.device | str = "cpu") -> torch.dtype:
@@ -156,22 +161,25 @@ def load_model(
     kv_bytes: int = 0,
     available: AvailableBytes = available_bytes,
     quantization: Quantization = "none",
+    shard: Shard = WHOLE,
 ) -> LoadedModel:
     """Read a Hugging Face directory or a GGUF file. `progress` gets (bytes done, bytes in all), as held in memory.
 
     `kv_bytes`: what the caller will allocate for KV on the same device. `quantization`: from `resolve_quantization`;
-    auto keeps what the file holds in blocks that the kernels know, int8 and int4 round float matrices too.
-    Raises ConfigError for a path that is neither, an unsupported model, missing, extra or misshaped tensors, and a
-    model that does not fit into what is `available`.
+    auto keeps what the file holds in blocks that the kernels know, int8 and int4 round float matrices too. `shard`:
+    what of the model this rank holds; nothing else is read.
+    Raises ConfigError for a path that is neither, an unsupported model, missing, extra or misshaped tensors, a model
+    that cannot be cut so, and one that does not fit into what is `available`.
     """
     source, place = open_source(path), torch.device(device)
     _check_tensors(source)
-    forms = Forms(source, quantization)
-    num_bytes = sum(forms.num_bytes(name, dtype) for name in forms.shapes)
-    check_fit(source.spec, dtype, place, kv_bytes, available, num_bytes)
+    check_degree(source.spec, shard.size)
+    spec, forms = shard.spec(source.spec), Forms(source, quantization, shard)
+    num_bytes = sum(forms.num_bytes(name, dtype) for name in forms.parts)
+    check_fit(spec, dtype, place, kv_bytes, available, num_bytes, shard.size)
     fingerprint = fingerprint_files(source.files)
-    weights = _Filler(source, forms, dtype, place, num_bytes, progress or (lambda done, total: None)).fill()
-    return LoadedModel(source.spec, weights, fingerprint, dtype)
+    filler = _Filler(source, spec, forms, (dtype, place), num_bytes, progress or (lambda done, total: None))
+    return LoadedModel(spec, filler.fill(), fingerprint, dtype, source.spec, shard)
 
 
 def open_source(path: Path) -> TensorSource:
@@ -218,27 +226,27 @@ class Forms:
     blocks, but no router; the embedding and the head to 8 bits even if 4 are asked for, as GGUF files do.
     """
 
-    def __init__(self, source: TensorSource, quantization: Quantization) -> None:
+    def __init__(self, source: TensorSource, quantization: Quantization, shard: Shard) -> None:
         self._source = source
         self._quantization = quantization
-        self.shapes = expected_tensors(source.spec)
+        self.parts = shard.tensors(source.spec)
 
     def of(self, names: Sequence[str]) -> BlockKind | None:
         """The form of matrices that are kept as one."""
-        shape = self.shapes[names[0]]
-        if self._quantization == "none" or len(shape) != 2 or names[0].endswith(_ROUTER):
+        shape = self.parts[names[0]].shape
+        if self._quantization == "none" or len(shape) != 2 or names[0].endswith(_ROUTER) or shape[1] % GROUP:
             return None
         stored = {self._source.block_kind(name) for name in names}
         if stored != {None}:
             return stored.pop() if len(stored) == 1 else None
-        if self._quantization == "auto" or shape[1] % GROUP:
+        if self._quantization == "auto":
             return None
         is_whole = self._quantization == "int8" or names[0] in _VOCABULARY
         return BlockKind.Q8_0 if is_whole else BlockKind.Q4_1
 
     def num_bytes(self, name: str, dtype: torch.dtype) -> int:
         """What the tensor takes in memory."""
-        shape = self.shapes[name]
+        shape = self.parts[name].shape
         kind = self.of(fused_with(name))
         if kind is not None:
             return shape[0] * row_bytes(kind, shape[1])
@@ -251,23 +259,23 @@ class _Filler:
     def __init__(
         self,
         source: TensorSource,
+        spec: ModelSpec,
         forms: Forms,
-        dtype: torch.dtype,
-        device: torch.device,
+        place: tuple[torch.dtype, torch.device],
         num_bytes: int,
         progress: Progress,
     ) -> None:
         self._source = source
+        self._spec = spec
         self._forms = forms
-        self._dtype = dtype
-        self._device = device
+        self._dtype, self._device = place
         self._progress = progress
-        self._shapes = forms.shapes
+        self._parts = forms.parts
         self._done = 0
         self._total = num_bytes
 
     def fill(self) -> ModelWeights:
-        spec = self._source.spec
+        spec = self._spec
         embedding = self._linear(["model.embed_tokens"], has_bias=False)
         layers = tuple(self._layers(spec))
         final_norm = self._norm("model.norm.weight")
@@ -297,7 +305,7 @@ class _Filler:
         return Mlp(gate_up, self._linear([f"{prefix}.down_proj"], has_bias))
 
     def _sparse_mlp(self, prefix: str) -> SparseMlp:
-        experts = self._source.spec.experts
+        experts = self._spec.experts
         assert experts is not None, "checked by ModelSpec"
         router = self._linear([f"{prefix}.gate"], has_bias=False)
         chosen_from = range(experts.num_experts)
@@ -307,13 +315,14 @@ class _Filler:
 
     def _head_norms(self, prefix: str) -> Tensor:
         """One row per head, so that queries and keys are normed together."""
-        spec = self._source.spec
+        spec = self._spec
         q, k = self._norm(f"{prefix}.q_norm.weight"), self._norm(f"{prefix}.k_norm.weight")
         return torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
 
     def _linear(self, names: list[str], has_bias: bool) -> Linear:
-        weights = [f"{name}.weight" for name in names]
-        bias = self._fuse([f"{name}.bias" for name in names]) if has_bias else None
+        weights, biases = [f"{name}.weight" for name in names], [f"{name}.bias" for name in names]
+        # A bias that follows a sum over ranks belongs to one of them.
+        bias = self._fuse(biases) if has_bias and biases[0] in self._parts else None
         kind = self._forms.of(weights)
         if kind is None:
             return Linear(self._fuse(weights), bias)
@@ -324,30 +333,30 @@ class _Filler:
         return self._fuse([name], torch.float32)
 
     def _fuse(self, names: list[str], dtype: torch.dtype | None = None) -> Tensor:
-        rows = [self._shapes[name][0] for name in names]
-        shape = (sum(rows), *self._shapes[names[0]][1:])
+        parts = [self._parts[name] for name in names]
+        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
         fused = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
         low = 0
-        for name, num_rows in zip(names, rows, strict=True):
-            self._source.read_into(name, fused[low : low + num_rows])
-            low += num_rows
+        for name, part in zip(names, parts, strict=True):
+            self._source.read_into(name, fused[low : low + part.shape[0]], part)
+            low += part.shape[0]
             self._report(name)
         return fused
 
     def _fuse_blocks(self, names: list[str], kind: BlockKind) -> Tensor:
-        shapes = [self._shapes[name] for name in names]
-        num_rows = sum(rows for rows, _ in shapes)
-        fused = torch.empty(num_rows, row_bytes(kind, shapes[0][1]), dtype=torch.uint8, device=self._device)
+        parts = [self._parts[name] for name in names]
+        shape = (sum(part.shape[0] for part in parts), row_bytes(kind, parts[0].shape[1]))
+        fused = torch.empty(shape, dtype=torch.uint8, device=self._device)
         low = 0
-        for name, shape in zip(names, shapes, strict=True):
-            target = fused[low : low + shape[0]]
+        for name, part in zip(names, parts, strict=True):
+            target = fused[low : low + part.shape[0]]
             if self._source.block_kind(name) is kind:
-                self._source.read_blocks(name, target)
+                self._source.read_blocks(name, target, part)
             else:
-                numbers = torch.empty(shape)
-                self._source.read_into(name, numbers)
+                numbers = torch.empty(part.shape)
+                self._source.read_into(name, numbers, part)
                 target.copy_(quantize(numbers, kind).blocks)
-            low += shape[0]
+            low += part.shape[0]
             self._report(name)
         return fused
 

@@ -42,11 +42,12 @@ class KvEndpoint:
         identity: tuple[str, int],
         fingerprint: str,
         layout: KvLayout,
-        slab: Tensor,
+        slabs: Tensor | Sequence[Tensor],
         config: TransferConfig,
         secret: bytes,
     ) -> None:
-        """`slab` [N, L, 2, K, S, D]. Raises ConfigError if it is not of `layout`, or one token does not fit a slot."""
+        """`slabs`: [N, L, 2, K, S, D], or one of each tensor-parallel rank (see Pages). Raises ConfigError if it is not
+        of `layout`, or one token does not fit a slot."""
         if layout.bytes_per_token > config.slot_bytes:
             raise ConfigError(
                 f"transfer.slot_bytes: expected at least {layout.bytes_per_token} (one token's KV) "
@@ -56,7 +57,7 @@ class KvEndpoint:
         self._config = config
         self._secret = secret
         self._hello = Hello(*identity, "kv", b"", fingerprint, layout, slot_bytes=config.slot_bytes)
-        self._pages = Pages(slab, layout)
+        self._pages = Pages(slabs, layout)
         self._receiver = Receiver(identity, secret, self._pages, config)
         self._send_slots = SendSlots(config.num_slots, config.slot_bytes)
         self._senders: dict[str, Sender] = {}

@@ -4,11 +4,16 @@ Slab [N blocks, L, 2, K, S, D] (one block is one run of bytes). Wire layout of t
 touch, one after the other, each as [L, 2, K, t, D] with t = its tokens in the range. Whole blocks with consecutive ids
 are thus one plain copy together (a pool hands out neighbours where it can); a part of a block is one strided copy.
 Both sides of a wire have the same layout, the target's: a sender whose slab differs converts (reshard.py).
+
+A worker of several tensor-parallel ranks has a slab for each, with some of the heads (`head_ranges`), and rank 0 maps
+them all. On the wire there are all heads, so nobody asks how many ranks the other side has; it costs a strided copy per
+rank instead of a plain one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 import xxhash
@@ -19,50 +24,73 @@ from contracts.errors import ConfigError
 
 
 class Pages:
-    """`slab` seen as bytes. Who may touch which block is the caller's business."""
+    """The slab, or those of all ranks, seen as bytes. Who may touch which block is the caller's business."""
 
-    def __init__(self, slab: Tensor, layout: KvLayout) -> None:
-        """Raises ConfigError if `slab` does not have `layout`, or is not contiguous."""
-        shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        dtype = str(slab.dtype).removeprefix("torch.")
-        if slab.dim() != 6 or tuple(slab.shape[1:]) != shape or dtype != layout.dtype:
-            raise ConfigError(
-                f"kv slab: expected [N, {shape}] {layout.dtype} but got {tuple(slab.shape)} {dtype}"
-            )
-        if not slab.is_contiguous():
-            raise ConfigError("kv slab: expected a contiguous tensor")
-        self.slab = slab
-        self._bytes = slab.view(-1).view(torch.uint8)
+    def __init__(self, slabs: Tensor | Sequence[Tensor], layout: KvLayout) -> None:
+        """`layout`: with the heads of all slabs. Raises ConfigError if a slab does not have it, or not in one piece."""
+        given = [slabs] if isinstance(slabs, Tensor) else list(slabs)
+        held = head_ranges(layout.num_kv_heads, len(given))
+        for slab, heads in zip(given, held, strict=True):
+            shape = (layout.num_layers, 2, len(heads), layout.block_size, layout.head_dim)
+            dtype = str(slab.dtype).removeprefix("torch.")
+            if slab.dim() != 6 or tuple(slab.shape[1:]) != shape or dtype != layout.dtype:
+                raise ConfigError(
+                    f"kv slab: expected [N, {shape}] {layout.dtype} but got {tuple(slab.shape)} {dtype}"
+                )
+            if not slab.is_contiguous() or len(slab) != len(given[0]):
+                raise ConfigError(f"kv slab: expected a contiguous tensor of {len(given[0])} blocks")
+        self._slabs = [
+            (slab, slice(heads.start, heads.stop)) for slab, heads in zip(given, held, strict=True)
+        ]
+        self._dtype = given[0].dtype
+        # Of one slab, whole blocks need no look at their inside.
+        self._bytes = given[0].view(-1).view(torch.uint8) if len(given) == 1 else None
         self.layout = layout
-        self.num_blocks = slab.shape[0]
+        self.num_blocks = len(given[0])
 
     def num_bytes(self, low: int, high: int) -> int:
         return (high - low) * self.layout.bytes_per_token
 
     def gather(self, block_ids: Sequence[int], low: int, high: int, out: Tensor) -> None:
         """Tokens [low, high) of the sequence held in `block_ids` -> the first bytes of `out` (uint8)."""
-        for block, first, last, offset, size in self._pieces(block_ids, low, high):
-            piece = out[offset : offset + size]
-            if last - first >= self.layout.block_size:
-                piece.copy_(self._run(block, size))
-            else:
-                source = self.slab[block, :, :, :, first:last]
-                piece.view(self.slab.dtype).view(source.shape).copy_(source)
+        for held, wire in self._pairs(block_ids, low, high, out):
+            wire.copy_(held)
 
     def scatter(self, block_ids: Sequence[int], low: int, high: int, data: Tensor) -> None:
         """The inverse: the first bytes of `data` (uint8) -> tokens [low, high). Nothing else is written."""
-        for block, first, last, offset, size in self._pieces(block_ids, low, high):
-            piece = data[offset : offset + size]
-            if last - first >= self.layout.block_size:
-                self._run(block, size).copy_(piece)
-            else:
-                target = self.slab[block, :, :, :, first:last]
-                target.copy_(piece.view(self.slab.dtype).view(target.shape))
+        for held, wire in self._pairs(block_ids, low, high, data):
+            held.copy_(wire)
 
-    def _run(self, block: int, num_bytes: int) -> Tensor:
-        """Whole blocks from `block` on, as they lie in the slab."""
-        begin = block * self.layout.bytes_per_block
-        return self._bytes[begin : begin + num_bytes]
+    def blocks(self, block_ids: Sequence[int]) -> Tensor:
+        """[len(block_ids), L, 2, K, S, D], a copy."""
+        ids = list(block_ids)
+        if len(self._slabs) == 1:
+            return self._slabs[0][0][ids]
+        shape = (len(ids), self.layout.num_layers, 2, self.layout.num_kv_heads)
+        whole = torch.empty((*shape, self.layout.block_size, self.layout.head_dim), dtype=self._dtype)
+        for slab, heads in self._slabs:
+            whole[:, :, :, heads] = slab[ids]
+        return whole
+
+    def _pairs(
+        self, block_ids: Sequence[int], low: int, high: int, flat: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """(a piece of a slab, its place in the flat bytes), of the same shape and dtype."""
+        layout = self.layout
+        for block, first, last, offset, size in self._pieces(block_ids, low, high):
+            piece = flat[offset : offset + size]
+            count, rest = divmod(last - first, layout.block_size)
+            if count and self._bytes is not None:
+                begin = block * layout.bytes_per_block
+                yield self._bytes[begin : begin + size], piece
+                continue
+            num_tokens = rest or layout.block_size
+            wire = piece.view(self._dtype).view(
+                max(count, 1), layout.num_layers, 2, layout.num_kv_heads, num_tokens, layout.head_dim
+            )
+            for slab, heads in self._slabs:
+                held = slab[block : block + max(count, 1), :, :, :, first : first + num_tokens]
+                yield held, wire[:, :, :, heads]
 
     def _pieces(
         self, block_ids: Sequence[int], low: int, high: int
@@ -85,6 +113,20 @@ class Pages:
             yield block_ids[index], first, last, offset, num_bytes
             offset += num_bytes
             index += count
+
+
+def head_ranges(num_kv_heads: int, degree: int) -> list[range]:
+    """The kv heads that each of `degree` ranks holds: as even as can be, the first ranks have one more.
+
+    With more ranks than heads, neighbours hold the same head. Raises ConfigError if a number is not positive.
+    """
+    if num_kv_heads < 1 or degree < 1:
+        raise ConfigError(f"expected num_kv_heads and degree >= 1 but got {num_kv_heads} and {degree}")
+    if degree > num_kv_heads:
+        return [range(head, head + 1) for head in (rank * num_kv_heads // degree for rank in range(degree))]
+    each, more = divmod(num_kv_heads, degree)
+    starts = [rank * each + min(rank, more) for rank in range(degree + 1)]
+    return [range(low, high) for low, high in pairwise(starts)]
 
 
 def checksum(data: Tensor) -> int:

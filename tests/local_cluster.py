@@ -18,6 +18,7 @@ from coordinator.flow import Flow
 from coordinator.metrics import Metrics
 from coordinator.phases import make_phases
 from coordinator.planning import Planning, make_planning
+from worker.ranks import StartRank
 from worker.worker import Worker
 
 SECRET = b"t" * 32
@@ -70,7 +71,11 @@ def overrides(**sections: Any) -> dict[str, Any]:
 
 @asynccontextmanager
 async def local_cluster(
-    model: Path, num_prefills: int = 1, num_decodes: int = 1, **sections: Any
+    model: Path,
+    num_prefills: int = 1,
+    num_decodes: int = 1,
+    start_rank: StartRank | None = None,
+    **sections: Any,
 ) -> AsyncIterator[LocalCluster]:
     """Started, connected, self-tested; torn down with every block accounted for."""
     config = load_config(overrides=overrides(**sections) | {"prefill.num_replicas": num_prefills})
@@ -81,7 +86,7 @@ async def local_cluster(
         for role, count in roles:
             infos = []
             for number in range(count):
-                worker = Worker(role, f"{role}-{number}", config, SECRET, make_phases)
+                worker = Worker(role, f"{role}-{number}", config, SECRET, make_phases, start_rank=start_rank)
                 infos.append(await worker.start(model, "127.0.0.1"))
                 workers[infos[-1].worker_id] = worker
             fleet.sync(role, infos)

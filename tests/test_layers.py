@@ -47,6 +47,7 @@ RESTRICTED = {
     "kvtransfer/ucx.py": {"ucxx"},
     "prefill/server.py": {"ray"},
     "decode/server.py": {"ray"},
+    "worker/ray_ranks.py": {"ray"},  # the further ranks of both pools' replicas
     "coordinator/gateway/usage.py": {"sqlalchemy"},  # the ledger goes into any database
     "coordinator/gateway/store.py": {"sqlalchemy"},  # files and batches
     "coordinator/gateway/upstreams.py": {"aiohttp"},  # speaks to other servers, only where some are named

@@ -1,4 +1,5 @@
-"""A `Worker` with the methods that Serve calls on a replica. Knows no Ray: `prefill.server` and `decode.server` do."""
+"""A `Worker` with the methods that Serve calls on a replica. What knows Ray is beside it: `prefill.server`,
+`decode.server`, and `ray_ranks` for a worker of several ranks."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from engine.embedded import resolve_model
 
 if TYPE_CHECKING:
     from worker.phases import PhaseFactory
+    from worker.ranks import StartRank
 
 EXIT_STUCK = 70
 
@@ -27,7 +29,7 @@ class ServedWorker:
     role: ClassVar[Role]
 
     async def __init__(self, config: BatonConfig, secret: bytes, phases: PhaseFactory) -> None:  # type: ignore[misc]
-        _log_to_stderr()
+        log_to_stderr()
         # What a start makes is kept. Looking for garbage among its 280,000 objects makes the imports slower by a fifth;
         # frozen, none of it is looked at when Serve collects at the end of the start, nor later.
         gc.disable()
@@ -35,8 +37,13 @@ class ServedWorker:
             # NOTE: imported here, in the worker's own process: whoever describes the graph needs no torch.
             from worker.worker import Worker
 
+            start_rank: StartRank | None = None
+            if config.pool(self.role).tensor_parallel_size > 1:
+                from worker import ray_ranks
+
+                start_rank = ray_ranks.start_rank
             worker_id = f"{self.role}-{secrets.token_hex(3)}"
-            self._worker = Worker(self.role, worker_id, config, secret, phases, end_process)
+            self._worker = Worker(self.role, worker_id, config, secret, phases, end_process, start_rank)
             path = await asyncio.to_thread(resolve_model, config.model.path)
             await self._worker.start(path, config.transfer.host or "")
             gc.freeze()
@@ -74,7 +81,7 @@ def end_process(reason: str) -> None:
     os._exit(EXIT_STUCK)
 
 
-def _log_to_stderr() -> None:
+def log_to_stderr() -> None:
     logger = logging.getLogger("baton")
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)

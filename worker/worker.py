@@ -18,12 +18,11 @@ import os
 import socket
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from contracts.channel import Channel, ChannelServer
-from contracts.config import BatonConfig, EngineConfig
+from contracts.config import BatonConfig
 from contracts.errors import ConfigError, DrainingError, EngineError, ProtocolError, WorkerLostError
 from contracts.messages import (
     AskAudit,
@@ -40,20 +39,18 @@ from contracts.messages import (
 )
 from contracts.roles import Duty, Orders
 from engine.blocks import BlockPool
-from engine.kv import KvSlab, num_blocks_for
 from engine.loop import Event, StepLoop
-from engine.model import Model
-from engine.quantization import resolve_quantization
-from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.sequence import EndRules
 from engine.text.grammar import LazyGrammars
 from engine.text.tokenizer import load_text
-from engine.weights import LoadedModel, load_model, resolve_dtype
+from engine.weights import LoadedModel
 from kvtransfer.endpoint import KvEndpoint
 from worker.chunks import ChunkSizer
 from worker.desk import Desk
+from worker.loading import Solo, load_engine
 from worker.phases import PhaseFactory, Phases
+from worker.ranks import RankZero, StartRank, gather_ranks
 from worker.steps import StepMeter
 from worker.watchdog import AwakeClock, Watchdog
 
@@ -62,8 +59,6 @@ logger = logging.getLogger("baton.worker")
 STATUS_PERIOD_S = 1.0
 STATUS_DELAY_S = 0.02
 _SHOWN_BYTES = 64 << 20  # smaller models load in no time
-CPU_KV_BYTES = 1 << 30
-GPU_KV_SHARE = 0.85
 
 
 class Worker:
@@ -77,8 +72,11 @@ class Worker:
         secret: bytes,
         phases: PhaseFactory,
         on_stuck: Callable[[str], None] = lambda _reason: None,
+        start_rank: StartRank | None = None,
     ) -> None:
-        """`on_stuck(reason)` is called once, on a thread of its own, when this worker cannot go on: end the process."""
+        """`on_stuck(reason)` is called once, on a thread of its own, when this worker cannot go on: end the process.
+        `start_rank` starts the further ranks of a worker that has any.
+        """
         self._role = role
         self._worker_id = worker_id
         self._config = config
@@ -92,7 +90,9 @@ class Worker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._info: WorkerInfo | None = None
         self._soon: asyncio.TimerHandle | None = None
-        pool = config.prefill if role == "prefill" else config.decode
+        pool = config.pool(role)
+        self._start_rank = start_rank
+        self._ranks: Solo | RankZero = Solo()
         self._clock = AwakeClock()
         self._steps = StepMeter()
         itl_s = config.slo.tightest_itl_s
@@ -113,21 +113,25 @@ class Worker:
         """
         begun_s = time.monotonic()
         self._event_loop = asyncio.get_running_loop()
-        model = await asyncio.to_thread(self._load, model_path)
-        loaded_s = time.monotonic()
-        await asyncio.to_thread(self._runner.warm_up)
+        try:
+            model = await asyncio.to_thread(self._load, model_path)
+            loaded_s = time.monotonic()
+            await asyncio.to_thread(self._runner.warm_up)
+        except BaseException:
+            self._ranks.close()
+            raise
         warm_s = time.monotonic()
         logger.info(
             "%s: %s loaded in %.1f s, warm in %.1f s, %d KV blocks",
             self._worker_id, model_path.name, loaded_s - begun_s, warm_s - loaded_s, self._pool.num_blocks,
         )  # fmt: skip
         host = host or _own_address()
-        layout = self._slab.layout
+        layout = replace(self._slab.layout, num_kv_heads=model.whole.num_kv_heads)
         self._kv = KvEndpoint(
             (self._worker_id, self._incarnation),
             model.fingerprint,
             layout,
-            self._slab.data,
+            self._slabs,
             self._config.transfer,
             self._secret,
         )
@@ -178,10 +182,15 @@ class Worker:
         await self._server.close()
         await self._kv.close()
         await asyncio.to_thread(self._watchdog.stop)
-        await asyncio.to_thread(self._engine.stop, self._config.engine.stall_timeout_s)
+        try:
+            await asyncio.to_thread(self._engine.stop, self._config.engine.stall_timeout_s)
+        finally:
+            await asyncio.to_thread(self._ranks.close)
 
     def _trouble(self) -> str | None:
         """Why the engine cannot be trusted to go on, or None. Any thread."""
+        if self._ranks.failure is not None:
+            return self._ranks.failure
         if self._engine.failure is not None:
             return f"the engine thread ended: {self._engine.failure!r}"
         age_s = self._engine.step_age_s
@@ -198,24 +207,12 @@ class Worker:
 
     def _load(self, path: Path) -> LoadedModel:
         engine = self._config.engine
-        torch.set_num_threads(engine.compute_threads)
-        device = _device(engine.device)
-        dtype = resolve_dtype(self._config.model.dtype, device)
-        kv_bytes = _planned_kv_bytes(engine, device)
-        quantization = resolve_quantization(engine.quantization, torch.device(device))
-        model = load_model(
-            path, dtype, _progress(self._worker_id), device, kv_bytes, quantization=quantization
-        )
-        num_blocks = engine.num_blocks or num_blocks_for(
-            kv_bytes or _free_gpu_kv_bytes(), model.spec, engine.block_size, dtype
-        )
-        if num_blocks < 2:
-            raise ConfigError(
-                f"engine.kv_cache_bytes: expected room for at least 2 blocks but it holds {num_blocks}"
-            )
-        self._slab = KvSlab.allocate(model.spec, num_blocks, engine.block_size, dtype, device)
-        self._pool = BlockPool(num_blocks, engine.block_size)
-        self._runner = Runner(Model(model), self._slab, engine.compute_threads)
+        if self._config.pool(self._role).tensor_parallel_size > 1:
+            self._ranks = gather_ranks(self._config, self._role, self._worker_id, path, self._start_rank)
+        loaded = load_engine(self._config, path, self._ranks, _progress(self._worker_id))
+        model, self._slab, self._runner = loaded.model, loaded.slab, loaded.runner
+        self._slabs = self._ranks.slabs(self._slab)
+        self._pool = BlockPool(self._slab.num_blocks, engine.block_size)
         ends = EndRules(model.spec.eos_token_ids, self._max_model_len(model))
         self._phases: Phases = self._make_phases(self._pool, engine, ends, self._emit)
         sampler = Sampler(model.spec.eos_token_ids)
@@ -352,29 +349,6 @@ def _progress(worker_id: str) -> Callable[[int, int], None]:
             logger.info("%s: weights %d of %d MB", worker_id, num_done >> 20, num_total >> 20)
 
     return show
-
-
-def _device(name: str) -> str:
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "engine.device: expected a GPU that torch can use but there is none; try device: cpu"
-        )
-    return name
-
-
-def _planned_kv_bytes(engine: EngineConfig, device: str) -> int:
-    """What is known before the weights are read; 0: blocks are counted, or a GPU's free memory will decide."""
-    if engine.num_blocks:
-        return 0
-    return engine.kv_cache_bytes or (CPU_KV_BYTES if device == "cpu" else 0)
-
-
-def _free_gpu_kv_bytes() -> int:
-    """To be asked when the weights are loaded."""
-    free, _total = torch.cuda.mem_get_info()
-    return int(free * GPU_KV_SHARE)
 
 
 def _own_address() -> str:

@@ -20,6 +20,9 @@ TIMES = {
     "decode_b8_c1000": 100.0,
     "int8_b1": 9.0,
     "int4_b1": 6.0,
+    "invariant_prefill_256": 6000.0,
+    "invariant_b1": 27.0,
+    "invariant_b8": 150.0,
 }
 
 

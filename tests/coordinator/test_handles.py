@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 
 from contracts.blocks import KvLayout
-from contracts.config import PoolConfig
+from contracts.config_pools import PoolConfig
 from contracts.errors import WorkerLostError
 from contracts.messages import Role, WorkerInfo
 from coordinator import local_ray

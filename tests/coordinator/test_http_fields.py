@@ -235,7 +235,9 @@ async def test_what_asks_for_nothing_is_taken_and_changes_nothing(field: str, va
 
 def test_no_known_field_is_missing_from_the_list() -> None:
     for path, kind in (("/v1/chat/completions", ChatParams), ("/v1/completions", CompletionParams)):
-        listed = WORKS[path].keys() | REFUSED_VALUES.keys() | {"service_tier"}  # this one is in test_promises.py
+        listed = (
+            WORKS[path].keys() | REFUSED_VALUES.keys() | {"service_tier"}
+        )  # this one is in test_promises.py
         assert kind.model_fields.keys() <= listed
     assert REFUSED.keys() <= REFUSED_VALUES.keys()
 

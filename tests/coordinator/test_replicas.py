@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from contracts.config import PoolConfig, PrefillPoolConfig
 from contracts.config_planner import PlannerConfig
+from contracts.config_pools import PoolConfig, PrefillPoolConfig
 from coordinator.handles import worker_options
 from coordinator.replicas import bounds_of, pool_sizes, wanted_replicas
 from policy.planner import Plan

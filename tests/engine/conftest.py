@@ -13,7 +13,7 @@ HAS_NATIVE = library() is not None
 
 collect_ignore = [
     *([] if HAS_GEMMA else ["test_gemma.py"]),
-    *([] if HAS_NATIVE else ["test_native.py"]),
+    *([] if HAS_NATIVE else ["test_native.py", "test_invariance.py"]),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Pairs that differ in block size, dtype or share of the heads, against a dense reference; others are refused."""
+"""Pairs that differ in block size, dtype or number of ranks, against a dense reference; others are refused."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from contracts.blocks import KvLayout
 from contracts.errors import ConfigError
 from contracts.messages import HandoffState
-from kvtransfer.pages import Pages
-from kvtransfer.reshard import Reshard, check_layouts, head_ranges, plan_heads, scatter_heads
+from kvtransfer.pages import Pages, head_ranges
+from kvtransfer.reshard import Reshard, check_layouts
 from tests.kvtransfer.tools import (
     HOST,
     LAYOUT,
@@ -40,6 +40,13 @@ def slab_of(layout: KvLayout, seed: int) -> Tensor:
 def dense(slab: Tensor, block_ids: list[int]) -> Tensor:
     """[tokens, L, 2, K, D]."""
     return slab[block_ids].permute(0, 4, 1, 2, 3, 5).flatten(0, 1).clone()
+
+
+def cut(slab: Tensor, degree: int) -> list[Tensor]:
+    """The slabs of `degree` ranks."""
+    return [
+        slab[:, :, :, heads.start : heads.stop].contiguous() for heads in head_ranges(slab.shape[3], degree)
+    ]
 
 
 def num_blocks_of(num_tokens: int, layout: KvLayout) -> int:
@@ -106,37 +113,35 @@ def test_every_head_is_held_and_ranks_are_as_even_as_can_be(num_heads: int, degr
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 6])
 @pytest.mark.parametrize("source_degree", [1, 2, 3])
 @pytest.mark.parametrize("target_degree", [1, 2, 3])
-def test_tensor_parallel_groups_of_any_degree_exchange_all_heads_once(
-    num_heads: int, source_degree: int, target_degree: int
+@pytest.mark.parametrize("target_changes", [{}, {"block_size": 8, "dtype": "bfloat16"}])
+def test_tensor_parallel_groups_of_any_degree_exchange_all_heads(
+    num_heads: int, source_degree: int, target_degree: int, target_changes: dict[str, object]
 ) -> None:
-    """Against the dense tensor: every target rank's slab is its slice of it."""
-    num_tokens, low, sources, targets = 14, 3, [4, 9, 2, 7], [8, 1]
-    whole = replace(LAYOUT, num_kv_heads=num_heads)
-    full = slab_of(whole, 1)
-    ours = [replace(whole, num_kv_heads=len(held)) for held in head_ranges(num_heads, source_degree)]
-    theirs = [
-        replace(whole, num_kv_heads=len(held), block_size=8, dtype="bfloat16")
-        for held in head_ranges(num_heads, target_degree)
-    ]
-    source_pages = [
-        Pages(full[:, :, :, held.start : held.stop].contiguous(), layout)
-        for held, layout in zip(head_ranges(num_heads, source_degree), ours, strict=True)
-    ]
-    target_pages = [Pages(slab_of(layout, 2), layout) for layout in theirs]
-    filled = [torch.zeros(layout.num_kv_heads, dtype=torch.int) for layout in theirs]
-    for move in plan_heads(num_heads, source_degree, target_degree):
-        wanted = replace(theirs[move.target_rank], num_kv_heads=len(move.target_heads))
-        part = Reshard(source_pages[move.source_rank], wanted, move.source_heads)
-        wire = torch.empty(part.num_bytes(low, num_tokens), dtype=torch.uint8)
-        part.gather(sources, low, num_tokens, wire)
-        scatter_heads(target_pages[move.target_rank], move.target_heads, targets, low, num_tokens, wire)
-        filled[move.target_rank][move.target_heads.start : move.target_heads.stop] += 1
-    reference = dense(full, sources)[low:num_tokens].to(torch.bfloat16)
-    for pages, held, times in zip(target_pages, head_ranges(num_heads, target_degree), filled, strict=True):
-        assert torch.equal(
-            dense(pages.slab, targets)[low:num_tokens], reference[:, :, :, held.start : held.stop]
-        )
-        assert times.tolist() == [1] * len(held)
+    """Against the dense tensor: every target rank's slab gets its slice of it, and nothing else is written."""
+    num_tokens, low, sources, targets = 14, 3, [4, 5, 6, 2], [8, 1, 2, 3]
+    ours = replace(LAYOUT, num_kv_heads=num_heads)
+    theirs = replace(ours, **target_changes)  # type: ignore[arg-type]
+    full, other = slab_of(ours, 1), slab_of(theirs, 2)
+    held = head_ranges(num_heads, target_degree)
+    source = Pages(cut(full, source_degree), ours)
+    slabs = cut(other, target_degree)
+    target = Pages(slabs, theirs)
+    part = source if ours == theirs else Reshard(source, theirs)
+    wire = torch.empty(part.num_bytes(low, num_tokens), dtype=torch.uint8)
+    part.gather(sources, low, num_tokens, wire)
+    target.scatter(targets, low, num_tokens, wire)
+
+    size = theirs.block_size
+    for token, values in enumerate(dense(full, sources)[low:num_tokens].to(other.dtype), low):
+        other[targets[token // size], :, :, :, token % size] = values
+    for slab, heads in zip(slabs, held, strict=True):
+        assert torch.equal(slab, other[:, :, :, heads.start : heads.stop])
+
+
+def test_ranks_of_one_group_have_as_many_blocks() -> None:
+    slabs = cut(slab_of(LAYOUT, 1), 2)
+    with pytest.raises(ConfigError, match=f"{NUM_BLOCKS} blocks"):
+        Pages([slabs[0], slabs[1][:-1]], LAYOUT)
 
 
 def test_a_group_of_no_ranks_is_refused() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from contracts.config import PoolConfig, load_config
+from contracts.config import load_config
+from contracts.config_pools import PoolConfig
 from contracts.errors import EngineError
 from coordinator.phases import make_phases
 from tests.engine.tiny_models import make_config, make_oracle, write_hf

@@ -9,6 +9,9 @@
 // so a register holds 16 (or 8) rows of the same k, and what is read is read in order. d * q is exact in float32, so
 // d * q + m is the number that expanding the file gives. A few rows of x are multiplied with weights straight from
 // their registers; for more, panels are expanded into scratch once and all rows go over them.
+//
+// Weights that are numbers may be packed alike ([32 k][16] float or bf16 for a group, K filled up with zeros): slower
+// than oneDNN, but with the same bits in every batch.
 #include <cstdlib>
 #include <vector>
 
@@ -78,6 +81,25 @@ struct Int4 {
                 }
                 use(8 * j + i, w);
             }
+        }
+    }
+};
+
+template <class T, int P>
+struct Numbers {
+    static constexpr int PANELS = P, N = P * NV;
+    static constexpr int64_t GROUP_BYTES = sizeof(T) * GROUP * PANEL;
+    const T* w[P];
+    void open(const uint8_t* group, int64_t panel_bytes) {
+        for (int p = 0; p < P; p++, group += panel_bytes) w[p] = (const T*)group;
+    }
+    template <class F>
+    void each_k(F use) const {
+#pragma GCC unroll 4
+        for (int k = 0; k < GROUP; k++) {
+            vf columns[N];
+            for (int v = 0; v < N; v++) columns[v] = load(w[v / NV] + k * PANEL + v % NV * W);
+            use(k, columns);
         }
     }
 };
@@ -273,7 +295,32 @@ using Int4Plain = Int4<false, P>;
 template <int P>
 using Int4Min = Int4<true, P>;
 
-enum Kind { INT8 = 0, INT4 = 1, INT4M = 2 };
+template <int P>
+using Floats = Numbers<float, P>;
+template <int P>
+using Halves = Numbers<bf16, P>;
+
+// From rows of numbers; panels has been zeroed.
+template <class T>
+void pack_numbers(const T* weights, int64_t num_rows, int64_t num_k, int64_t padded_k, T* panels) {
+    for (int64_t row = 0; row < num_rows; row++)
+        for (int64_t k = 0; k < num_k; k++)
+            panels[(row / PANEL * padded_k + k) * PANEL + row % PANEL] = weights[row * num_k + k];
+}
+
+enum Kind { INT8 = 0, INT4 = 1, INT4M = 2, FLOATS = 3, HALVES = 4 };
+
+// `use` is called with a codec of the kind.
+template <class F>
+void with_codec(int kind, F use) {
+    switch (kind) {
+        case INT8: use(Int8<1>()); break;
+        case INT4: use(Int4Plain<1>()); break;
+        case INT4M: use(Int4Min<1>()); break;
+        case FLOATS: use(Floats<1>()); break;
+        default: use(Halves<1>()); break;
+    }
+}
 
 }  // namespace
 }  // namespace baton
@@ -283,9 +330,8 @@ using namespace baton;
 extern "C" {
 
 int64_t baton_panel_bytes(int kind, int64_t num_rows, int64_t num_k) {
-    const int64_t group = kind == INT8    ? Int8<1>::GROUP_BYTES
-                          : kind == INT4 ? Int4Plain<1>::GROUP_BYTES
-                                         : Int4Min<1>::GROUP_BYTES;
+    int64_t group = 0;
+    with_codec(kind, [&](auto codec) { group = codec.GROUP_BYTES; });
     return (num_rows + PANEL - 1) / PANEL * (num_k / GROUP) * group;
 }
 
@@ -310,36 +356,37 @@ void baton_pack(int kind, const uint8_t* blocks, int64_t num_rows, int64_t num_k
                                           });
 }
 
+// weights [num_rows, num_k] of float or bf16 -> panels of padded_k inputs.
+void baton_pack_numbers(int kind, const void* weights, int64_t num_rows, int64_t num_k, int64_t padded_k, void* panels) {
+    std::memset(panels, 0, baton_panel_bytes(kind, num_rows, padded_k));
+    if (kind == FLOATS)
+        pack_numbers((const float*)weights, num_rows, num_k, padded_k, (float*)panels);
+    else
+        pack_numbers((const bf16*)weights, num_rows, num_k, padded_k, (bf16*)panels);
+}
+
 void baton_linear(int kind, const uint8_t* panels, const float* bias, const float* x, float* out, int64_t num_rows,
                   int64_t num_k, int64_t num_columns, int num_threads) {
     if (!num_rows) return;
     const Product job{panels, bias, x, out, num_rows, num_k, num_columns, num_threads};
-    if (kind == INT8)
-        product<Int8>(job);
-    else if (kind == INT4)
-        product<Int4Plain>(job);
-    else
-        product<Int4Min>(job);
-}
-
-void baton_rows(int kind, const uint8_t* panels, const int64_t* rows, int64_t num_rows, int64_t num_k, float* out) {
-    for (int64_t i = 0; i < num_rows; i++) {
-        if (kind == INT8)
-            expand_row<Int8<1>>(panels, num_k, rows[i], out + i * num_k);
-        else if (kind == INT4)
-            expand_row<Int4Plain<1>>(panels, num_k, rows[i], out + i * num_k);
-        else
-            expand_row<Int4Min<1>>(panels, num_k, rows[i], out + i * num_k);
+    switch (kind) {
+        case INT8: product<Int8>(job); break;
+        case INT4: product<Int4Plain>(job); break;
+        case INT4M: product<Int4Min>(job); break;
+        case FLOATS: product<Floats>(job); break;
+        default: product<Halves>(job); break;
     }
 }
 
+void baton_rows(int kind, const uint8_t* panels, const int64_t* rows, int64_t num_rows, int64_t num_k, float* out) {
+    with_codec(kind, [&](auto codec) {
+        for (int64_t i = 0; i < num_rows; i++)
+            expand_row<decltype(codec)>(panels, num_k, rows[i], out + i * num_k);
+    });
+}
+
 void baton_expand(int kind, const uint8_t* panels, int64_t num_rows, int64_t num_k, void* out) {
-    if (kind == INT8)
-        expand_all<Int8<1>>(panels, num_rows, num_k, (bf16*)out);
-    else if (kind == INT4)
-        expand_all<Int4Plain<1>>(panels, num_rows, num_k, (bf16*)out);
-    else
-        expand_all<Int4Min<1>>(panels, num_rows, num_k, (bf16*)out);
+    with_codec(kind, [&](auto codec) { expand_all<decltype(codec)>(panels, num_rows, num_k, (bf16*)out); });
 }
 
 }  // extern "C"

@@ -1,7 +1,8 @@
 """The compiled functions, called with tensors. Shapes are checked here: behind the call nothing is.
 
 What holds of their numbers: a product's row has the same bits whatever shares its batch, for any number of rows; so has
-a sequence's decode attention, and a row of each fused operation. Prefill attention depends on how a prompt is cut.
+a sequence's decode attention, a row of prefill attention however the prompt is cut, and a row of each fused operation.
+The two attentions are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.native.build import Library, library
-from engine.quantization import BlockKind, Quantized
+from engine.quantization import GROUP, BlockKind, Quantized
 from engine.spec import AttentionRule
 
 LANES = 16
@@ -23,10 +25,11 @@ LANES = 16
 
 _MAX_SHORT_ROWS = 16
 _KINDS = {BlockKind.Q8_0: 0, BlockKind.Q4_0: 1, BlockKind.Q4_1: 2}
-_FLOATS = (torch.float32, torch.bfloat16)
+_NUMBERS = {torch.float32: 3, torch.bfloat16: 4}
 _SIGNATURES = {  # p: pointer, n: int64, i: int, f: float
     "baton_panel_bytes": "inn",
     "baton_pack": "ipnnp",
+    "baton_pack_numbers": "ipnnnp",
     "baton_linear": "ippppnnni",
     "baton_rows": "ippnnp",
     "baton_expand": "ipnnp",
@@ -46,12 +49,13 @@ _TYPES: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Panels:
-    """A quantized matrix [num_rows, num_columns] in the order the kernels read it."""
+    """A matrix [num_rows, num_columns] in the order the kernels read it, its columns filled up to `padded`."""
 
     kind: int
     data: Tensor
     num_rows: int
     num_columns: int
+    padded: int
 
 
 @cache
@@ -78,7 +82,17 @@ def pack(matrix: Quantized) -> Panels:
     num_bytes = lib.short.baton_panel_bytes(kind, num_rows, num_columns)
     data = torch.empty(num_bytes, dtype=torch.uint8)
     lib.long.baton_pack(kind, matrix.blocks.data_ptr(), num_rows, num_columns, data.data_ptr())
-    return Panels(kind, data, num_rows, num_columns)
+    return Panels(kind, data, num_rows, num_columns, num_columns)
+
+
+def pack_numbers(weight: Tensor) -> Panels:
+    """weight [out, in], float32 or bfloat16, as it is: a product's row has the same bits in every batch."""
+    kind, weight, (num_rows, num_columns) = _NUMBERS[weight.dtype], weight.contiguous(), weight.shape
+    padded = -(-num_columns // GROUP) * GROUP
+    lib = _lib()
+    data = torch.empty(lib.short.baton_panel_bytes(kind, num_rows, padded), dtype=torch.uint8)
+    lib.long.baton_pack_numbers(kind, weight.data_ptr(), num_rows, num_columns, padded, data.data_ptr())
+    return Panels(kind, data, num_rows, num_columns, padded)
 
 
 def linear(x: Tensor, panels: Panels, bias: Tensor | None) -> Tensor:
@@ -87,6 +101,8 @@ def linear(x: Tensor, panels: Panels, bias: Tensor | None) -> Tensor:
     assert x.shape[1] == panels.num_columns, (x.shape, panels.num_columns)
     assert bias is None or (bias.shape == (panels.num_rows,) and bias.dtype == torch.float32)
     x = x.float().contiguous()
+    if panels.padded != panels.num_columns:
+        x = F.pad(x, (0, panels.padded - panels.num_columns))
     out = torch.empty(len(x), panels.num_rows)
     _lib().long.baton_linear(
         panels.kind,
@@ -95,7 +111,7 @@ def linear(x: Tensor, panels: Panels, bias: Tensor | None) -> Tensor:
         x.data_ptr(),
         out.data_ptr(),
         len(x),
-        panels.num_columns,
+        panels.padded,
         panels.num_rows,
         torch.get_num_threads(),
     )
@@ -107,30 +123,30 @@ def rows(panels: Panels, row_ids: Tensor) -> Tensor:
     assert row_ids.dtype == torch.int64
     if len(row_ids) and not 0 <= int(row_ids.min()) <= int(row_ids.max()) < panels.num_rows:
         raise IndexError(f"expected rows below {panels.num_rows} but got {row_ids.tolist()}")
-    out = torch.empty(len(row_ids), panels.num_columns)
+    out = torch.empty(len(row_ids), panels.padded)
     _lib_for(len(row_ids)).baton_rows(
         panels.kind,
         panels.data.data_ptr(),
         row_ids.contiguous().data_ptr(),
         len(row_ids),
-        panels.num_columns,
+        panels.padded,
         out.data_ptr(),
     )
-    return out
+    return out[:, : panels.num_columns]
 
 
 def expand(panels: Panels) -> Tensor:
     """[out, in] bfloat16, rounded to nearest."""
-    out = torch.empty(panels.num_rows, panels.num_columns, dtype=torch.bfloat16)
+    out = torch.empty(panels.num_rows, panels.padded, dtype=torch.bfloat16)
     _lib().long.baton_expand(
-        panels.kind, panels.data.data_ptr(), panels.num_rows, panels.num_columns, out.data_ptr()
+        panels.kind, panels.data.data_ptr(), panels.num_rows, panels.padded, out.data_ptr()
     )
-    return out
+    return out[:, : panels.num_columns]
 
 
 def can_attend(kv: Tensor) -> bool:
     """Whether the compiled attention knows this layer [N, 2, K, S, D]."""
-    return kv.dtype in _FLOATS and kv.shape[4] % LANES == 0
+    return kv.dtype in _NUMBERS and kv.shape[4] % LANES == 0
 
 
 def decode_attention(
