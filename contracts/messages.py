@@ -8,6 +8,8 @@ bump):
     2  Hello.data_address lists every transport; small probes are echoed; Data.checksum is xxh3, 0: none;
        ChunkDone grants; Fin may come before the last bytes
     3  SamplingParams may mask (allowed and bad tokens, grammar) and ask for the prompt's logprobs, told in Token
+    4  Migrate and Stayed; Reserve.num_more and HandoffState.output_ids: a handoff may end with more tokens than it
+       began with
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from contracts.request import Finished, GenerateRequest, Token
 from contracts.steps import StepReport
 from contracts.ticket import Ticket
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 Role = Literal["prefill", "decode"]
 
@@ -86,13 +88,14 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Grant blocks for the whole request on a decode worker. `handoff_id` "" means: this worker will
-    prefill it itself.
+    """Grant blocks for the whole request on a decode worker. `handoff_id` "" means: this worker will prefill it itself.
+    `num_more`: room for so many tokens that are drawn elsewhere while the KV is on its way here.
     """
 
     request: GenerateRequest
     handoff_id: str
     lease_s: float
+    num_more: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,19 @@ class Prefill:
     request: GenerateRequest
     ticket: Ticket | None = None
     skip_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Migrate:
+    """Hand `request_id`, which is decoded here, to the ticket's target while it goes on: KV from token `skip_tokens`
+    on, of at most `max_tokens` tokens in all. The ticket is for what the coordinator knew of it; what was drawn since
+    follows with the state. The answer is HandedOff, Stayed, or its end.
+    """
+
+    request_id: str
+    ticket: Ticket
+    skip_tokens: int
+    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +166,20 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class HandedOff:
-    """Sent by prefill: the target has everything and goes on alone. `transfer_s` is the part not hidden
-    behind compute.
-    """
+    """The target has everything and goes on alone. `exposed_s`: the part of the transfer not hidden behind compute."""
 
     request_id: str
     num_bytes: int
     exposed_s: float
     num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stayed:
+    """A migration came to nothing before the request was out of hand: it goes on here."""
+
+    request_id: str
+    error: WireError
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +201,7 @@ class PeerEvent:
 
 @dataclass(frozen=True, slots=True)
 class PeerStatus:
-    """A kv connection as its prefill side sees it, after the transfer self-test.
+    """A kv connection as its sending side sees it, after the transfer self-test.
 
     `is_slow`: ready, but far below what such a path promises; `detail` says it in words for people. `events` are
     the latest, oldest first.
@@ -200,7 +222,7 @@ class Status:
 
     `counters` are monotonic totals by metric name (contracts/metrics.py, the worker-owned ones). `labelled` are
     worker-owned metrics with labels of their own: name -> label values, joined by "," -> value. `reason` says why it
-    is not ready.
+    is not ready. `is_draining`: it ends soon; whoever can shall leave, and nobody come.
     """
 
     worker_id: str
@@ -215,6 +237,7 @@ class Status:
     steps: StepReport | None = None
     labelled: dict[str, dict[str, float]] = field(default_factory=dict)
     reason: str = ""
+    is_draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,9 +284,7 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """D -> P: `slots` are yours; each may carry one Data (or, with handoff_id "", one Probe), whose tag is
-    the slot.
-    """
+    """D -> P: `slots` are yours; each may carry one Data (or, with handoff_id "", one Probe), whose tag is the slot."""
 
     handoff_id: str
     slots: tuple[int, ...]
@@ -271,9 +292,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """P -> D: slot `slot` carries tokens [low, high), `num_bytes` bytes, layout of kvtransfer/pages.py,
-    with `checksum`.
-
+    """P -> D: slot `slot` carries tokens [low, high), `num_bytes` bytes with `checksum`, layout of kvtransfer/pages.py.
     Sent before the bytes; D receives them only when it has read this.
     """
 
@@ -304,11 +323,13 @@ class ChunkDone:
 class HandoffState:
     """What travels with the KV: everything sampling needs that the target does not already have from Reserve.
 
-    The draw is keyed by (seed, position) and penalties follow from the tokens, so the tokens are the state.
+    The draw is keyed by (seed, position) and penalties follow from the tokens, so the tokens are the state. KV of all
+    tokens but `first_token` is there; `output_ids` are those before it that Reserve did not know yet.
     """
 
     first_token: Token
     num_cached_tokens: int = 0
+    output_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,31 +390,8 @@ class Pong:
 
 
 Message = (
-    Hello
-    | Proof
-    | Refusal
-    | Reserve
-    | Prefill
-    | Cancel
-    | Peers
-    | AskAudit
-    | Reserved
-    | Tokens
-    | HandedOff
-    | Ended
-    | Status
-    | AuditReply
-    | Open
-    | Want
-    | Grant
-    | Data
-    | ChunkDone
-    | Fin
-    | Commit
-    | Abort
-    | AbortOk
-    | Probe
-    | ProbeDone
-    | Ping
-    | Pong
-)
+    Hello | Proof | Refusal
+    | Reserve | Prefill | Migrate | Cancel | Peers | AskAudit
+    | Reserved | Tokens | HandedOff | Stayed | Ended | Status | AuditReply
+    | Open | Want | Grant | Data | ChunkDone | Fin | Commit | Abort | AbortOk | Probe | ProbeDone | Ping | Pong
+)  # fmt: skip
