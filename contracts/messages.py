@@ -222,7 +222,8 @@ class Status:
 
     `counters` are monotonic totals by metric name (contracts/metrics.py, the worker-owned ones). `labelled` are
     worker-owned metrics with labels of their own: name -> label values, joined by "," -> value. `reason` says why it
-    is not ready. `is_draining`: it ends soon; whoever can shall leave, and nobody come.
+    is not ready. `is_draining`: it ends soon; whoever can shall leave, and nobody come. `num_foreign`,
+    `num_foreign_tokens`: requests here, and prompt tokens to be read, of other coordinators than the one that is told.
     """
 
     worker_id: str
@@ -238,6 +239,8 @@ class Status:
     labelled: dict[str, dict[str, float]] = field(default_factory=dict)
     reason: str = ""
     is_draining: bool = False
+    num_foreign: int = 0
+    num_foreign_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
