@@ -3,14 +3,18 @@
 Serve says who exists (handles.py), links say who lives. A worker that Serve no longer lists gets nothing new and keeps
 its link while requests run on it:
 
-    listed ──► leaving: requests may finish ──MOVE_SHARE of drain_timeout_s──► they go on elsewhere ──► dropped
-                                                 (or stay, as long as no other decode worker is ready)
+    listed ──► leaving ──MOVE_SHARE of drain_timeout_s──► overdue ──► dropped, when no request of ours is there
+                  │                                          └ requests go on elsewhere, where they are read again;
+                  └ requests end, or move with their KV        or stay, as long as no other decode worker is ready
+
+Leaving is also who says that it ends (SIGTERM): Serve lists it until it is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+from bisect import bisect_right
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -22,8 +26,14 @@ from coordinator.links import WorkerLink
 from coordinator.placement import WorkerView
 
 MOVE_SHARE = 0.5
-"""Part of its grace in which a leaving worker keeps its requests. Most end in it; the others have as long again to be
-placed and read elsewhere before Serve ends the process."""
+"""Part of its grace in which a leaving worker keeps its requests. Most end or move in it; the others have as long again
+to be placed and read elsewhere before Serve ends the process."""
+
+ASK_PERIOD_S = 0.25
+"""How often the requests of a leaving worker are asked to move: one may have nowhere to go, or not be decoded yet."""
+
+MAX_DECODE_PEERS = 8
+"""Connections of one decode worker to others, for requests that move: enough to find room, few in a large fleet."""
 
 
 class Fleet:
@@ -42,6 +52,7 @@ class Fleet:
         self._told: dict[str, Peers] = {}
         self._max_total_tokens: int | None = None
         self._leaving: dict[str, asyncio.TimerHandle] = {}
+        self._asking: dict[str, asyncio.TimerHandle] = {}
         self._overdue: set[str] = set()  # leaving workers whose requests have to move
         self._is_closed = False
 
@@ -109,7 +120,7 @@ class Fleet:
     async def close(self) -> None:
         """Leave all workers, which forget what they do for us. Requests still open here end with an error."""
         self._is_closed = True
-        for timer in self._leaving.values():
+        for timer in (*self._leaving.values(), *self._asking.values()):
             timer.cancel()
         for task in self._tasks.values():
             task.cancel()
@@ -119,15 +130,20 @@ class Fleet:
         self._wake()
 
     def _is_open(self, link: WorkerLink, role: Role) -> bool:
-        return link.info.role == role and link.info.worker_id in self._listed[role] and link.is_ready
+        return link.info.role == role and self._is_staying(link) and link.is_ready
+
+    def _is_staying(self, link: WorkerLink) -> bool:
+        """Serve lists it, and it has not told that it ends."""
+        is_draining = link.status is not None and link.status.is_draining
+        return link.info.worker_id in self._listed[link.info.role] and not is_draining
 
     def _view(self, link: WorkerLink) -> WorkerView:
         status = link.status
         assert status is not None, "only live links are viewed"
         return WorkerView(
             worker_id=link.info.worker_id,
-            num_requests=link.num_requests,
-            num_tokens=link.num_tokens,
+            num_requests=link.num_requests + status.num_foreign,
+            num_tokens=link.num_tokens + status.num_foreign_tokens,
             num_available_blocks=status.audit.num_available,
             num_blocks=link.info.num_blocks,
             max_num_seqs=link.info.max_num_seqs,
@@ -143,26 +159,35 @@ class Fleet:
             self._renew_peers()
         else:
             self._tell_peers(link)
+            self._note_leaving(link)
         if self._overdue:
             self._move_requests()
         self._wake()
 
     def _note_leaving(self, link: WorkerLink) -> None:
         worker_id, role = link.info.worker_id, link.info.role
-        if worker_id in self._listed[role]:
+        if self._is_staying(link) or worker_id not in self._links:
             self._stays(worker_id)
         elif worker_id not in self._leaving:
             pool = self._config.prefill if role == "prefill" else self._config.decode
             loop = asyncio.get_running_loop()
             grace_s = MOVE_SHARE * pool.drain_timeout_s
             self._leaving[worker_id] = loop.call_later(grace_s, self._end_grace, worker_id)
+            if role == "decode":
+                self._ask_to_move(worker_id)
+
+    def _ask_to_move(self, worker_id: str) -> None:
+        loop = asyncio.get_running_loop()
+        self._asking[worker_id] = loop.call_later(ASK_PERIOD_S, self._ask_to_move, worker_id)
+        self._links[worker_id].ask_to_move()
 
     def _stays(self, worker_id: str) -> None:
         """Listed again, or gone."""
         self._overdue.discard(worker_id)
-        timer = self._leaving.pop(worker_id, None)
-        if timer is not None:
-            timer.cancel()
+        for timers in (self._leaving, self._asking):
+            timer = timers.pop(worker_id, None)
+            if timer is not None:
+                timer.cancel()
 
     def _end_grace(self, worker_id: str) -> None:
         self._overdue.add(worker_id)
@@ -191,7 +216,8 @@ class Fleet:
         return True
 
     def _renew_peers(self) -> None:
-        """Every prefill worker knows all decode workers, so that connections exist before a request needs them."""
+        """Every prefill worker knows all decode workers, and each of those some others, so that connections exist
+        before a request needs them."""
         decodes = [link.info for link in self._links.values() if link.info.role == "decode"]
         decodes.sort(key=lambda info: info.worker_id)
         if tuple(decodes) != self._peers.workers:
@@ -200,14 +226,22 @@ class Fleet:
             self._tell_peers(link)
 
     def _tell_peers(self, link: WorkerLink) -> None:
-        if link.info.role != "prefill":
-            return
+        worker_id = link.info.worker_id
         if not link.is_alive:
-            self._told.pop(link.info.worker_id, None)
-        elif self._told.get(link.info.worker_id) is not self._peers:
+            self._told.pop(worker_id, None)
+        elif self._told.get(worker_id) is not self._peers:
             with suppress(WorkerLostError):  # just lost: it is told when it is back
-                link.send(self._peers)
-                self._told[link.info.worker_id] = self._peers
+                link.send(self._peers if link.info.role == "prefill" else self._neighbours(worker_id))
+                self._told[worker_id] = self._peers
+
+    def _neighbours(self, worker_id: str) -> Peers:
+        """The decode workers that follow `worker_id` in the circle of all; none where KV cannot leave a process."""
+        if self._config.transfer.transport == "memory":
+            return Peers(())
+        workers = self._peers.workers
+        behind = bisect_right(workers, worker_id, key=lambda info: info.worker_id)
+        count = min(MAX_DECODE_PEERS, len(workers) - 1)
+        return Peers(tuple(workers[(behind + step) % len(workers)] for step in range(count)))
 
 
 def _max_total_tokens(info: WorkerInfo) -> int:

@@ -31,9 +31,10 @@ from contracts.errors import (
 from contracts.request import Finished, GenerateRequest, Token
 from coordinator.fleet import Fleet
 from coordinator.line import Line, Pace
-from coordinator.placement import Placement
+from coordinator.links import WorkerLink
+from coordinator.placement import Demand, Placement, new_home
 from coordinator.predict import Predictor
-from coordinator.run import Hold, Observer, Run
+from coordinator.run import Hold, Means, Observer, Run
 from coordinator.stages import StageClock
 from coordinator.story import Story
 
@@ -54,9 +55,8 @@ class Flow:
     ) -> None:
         self._config = config
         self._fleet = fleet
-        self._secret = secret
-        self._hold = hold
         self._observer = observer
+        self._means = Means(config, secret, hold, observer, self._new_home)
         self._eos_ids = eos_ids
         self.predictor = Predictor(config)
         """Why requests went where they went."""
@@ -203,4 +203,13 @@ class Flow:
     def _make_run(self, request: GenerateRequest, placement: Placement) -> Run:
         decode = self._fleet.link(placement.decode_id)
         prefill = self._fleet.link(placement.prefill_id) if placement.prefill_id else None
-        return Run(request, prefill, decode, self._config, self._secret, self._hold, self._observer)
+        return Run(request, prefill, decode, self._means)
+
+    def _new_home(self, request: GenerateRequest, source: WorkerLink) -> WorkerLink | None:
+        """Where a request that is decoded at `source` may move."""
+        peers = source.status.peers if source.status is not None else ()
+        reachable = frozenset(peer.worker_id for peer in peers if peer.is_ready)
+        block_size = source.info.layout.block_size
+        demand = Demand.of(request.num_known_tokens, request.max_total_tokens, block_size)
+        worker_id = new_home(demand, reachable, self._fleet.views("decode"))
+        return None if worker_id is None else self._fleet.link(worker_id)

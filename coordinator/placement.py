@@ -79,6 +79,14 @@ def place(
     return Placement(decode.worker_id, prefill.worker_id)
 
 
+def new_home(demand: Demand, reachable: frozenset[str], decodes: Sequence[WorkerView]) -> str | None:
+    """The least busy of the `reachable` decode workers with room, for a request that leaves its own; None: nobody."""
+    room = [view for view in decodes if view.worker_id in reachable and has_room(view, demand)]
+    if not room:
+        return None
+    return min(room, key=lambda view: (view.num_requests / view.max_num_seqs, random.random())).worker_id
+
+
 def has_room(decode: WorkerView, demand: Demand) -> bool:
     """For the known tokens now, and for the whole request if nobody else were there."""
     return (

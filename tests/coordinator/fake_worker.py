@@ -16,6 +16,7 @@ from contracts.messages import (
     HandedOff,
     Hello,
     Message,
+    Migrate,
     Peers,
     PeerStatus,
     Prefill,
@@ -48,11 +49,13 @@ class FakeWorker:
         self.worker_id = worker_id
         self.num_blocks = num_blocks
         self.peers = peers
+        self.is_draining = False
         self.heard: list[Message] = []
         self.channels: list[Channel] = []
         self._changed = asyncio.Event()
         self.on_reserve: Callable[[Channel, Reserve], None] = self.grant
         self.on_prefill: Callable[[Channel, Prefill], None] = lambda _channel, _command: None
+        self.on_migrate: Callable[[Channel, Migrate], None] = lambda _channel, _command: None
         self._server = ChannelServer(lambda: Hello(worker_id, 1, "commands", b""), SECRET, self._serve)
 
     async def start(self) -> WorkerInfo:
@@ -91,7 +94,7 @@ class FakeWorker:
         free = self.num_blocks if num_free is None else num_free
         audit = BlockAudit(self.num_blocks, free, 0, self.num_blocks - free, 0, 0, 0)
         peers = tuple(PeerStatus(peer, True, "memory", 1.0) for peer in self.peers)
-        return Status(self.worker_id, 1, True, 0.0, 0, 0, audit, peers)
+        return Status(self.worker_id, 1, True, 0.0, 0, 0, audit, peers, is_draining=self.is_draining)
 
     def grant(self, channel: Channel, command: Reserve) -> None:
         channel.send(Reserved(command.request.request_id, 0))
@@ -111,6 +114,8 @@ class FakeWorker:
                     self.on_reserve(channel, message)
                 case Prefill():
                     self.on_prefill(channel, message)
+                case Migrate():
+                    self.on_migrate(channel, message)
                 case AskAudit(call_id):
                     channel.send(AuditReply(call_id, self.status().audit))
                 case _:
