@@ -32,6 +32,12 @@ to be placed and read elsewhere before Serve ends the process."""
 ASK_PERIOD_S = 0.25
 """How often the requests of a leaving worker are asked to move: one may have nowhere to go, or not be decoded yet."""
 
+SHORT_SHARE = 0.05
+ROOMY_SHARE = 0.3
+"""A decode worker with a smaller share of its blocks left lets a stream go, to one that has at least this share: far
+enough apart that no stream goes to and fro.
+"""
+
 MAX_DECODE_PEERS = 8
 """Connections of one decode worker to others, for requests that move: enough to find room, few in a large fleet."""
 
@@ -132,6 +138,12 @@ class Fleet:
     def _is_open(self, link: WorkerLink, role: Role) -> bool:
         return link.info.role == role and self._is_staying(link) and link.is_ready
 
+    def _is_short(self, link: WorkerLink) -> bool:
+        """So few blocks are left that a decode worker will soon preempt somebody."""
+        if link.info.role != "decode" or link.status is None:
+            return False
+        return link.status.audit.num_available < SHORT_SHARE * link.info.num_blocks
+
     def _is_staying(self, link: WorkerLink) -> bool:
         """Serve lists it, and it has not told that it ends."""
         is_draining = link.status is not None and link.status.is_draining
@@ -160,6 +172,8 @@ class Fleet:
         else:
             self._tell_peers(link)
             self._note_leaving(link)
+            if self._is_short(link):
+                link.ask_one_to_move(ROOMY_SHARE)
         if self._overdue:
             self._move_requests()
         self._wake()

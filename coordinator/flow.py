@@ -205,11 +205,11 @@ class Flow:
         prefill = self._fleet.link(placement.prefill_id) if placement.prefill_id else None
         return Run(request, prefill, decode, self._means)
 
-    def _new_home(self, request: GenerateRequest, source: WorkerLink) -> WorkerLink | None:
-        """Where a request that is decoded at `source` may move."""
+    def _new_home(self, request: GenerateRequest, source: WorkerLink, free_share: float) -> WorkerLink | None:
+        """Where a request that is decoded at `source` may move: `coordinator.move.Find`."""
         peers = source.status.peers if source.status is not None else ()
         reachable = frozenset(peer.worker_id for peer in peers if peer.is_ready)
         block_size = source.info.layout.block_size
         demand = Demand.of(request.num_known_tokens, request.max_total_tokens, block_size)
-        worker_id = new_home(demand, reachable, self._fleet.views("decode"))
+        worker_id = new_home(demand, reachable, self._fleet.views("decode"), free_share)
         return None if worker_id is None else self._fleet.link(worker_id)

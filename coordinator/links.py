@@ -38,7 +38,11 @@ logger = logging.getLogger("baton.coordinator")
 
 @dataclass(frozen=True, slots=True)
 class MoveOn:
-    """Not a worker's word: whoever can shall leave this worker, without a break."""
+    """Not a worker's word: whoever can shall leave this worker, without a break, for one where at least `free_share` of
+    the blocks are free.
+    """
+
+    free_share: float = 0.0
 
 
 Event = Reserved | Token | HandedOff | Stayed | Finished | MoveOn | BatonError
@@ -125,6 +129,12 @@ class WorkerLink:
         """Whoever is decoded here shall go on elsewhere, while it is decoded."""
         for sink in list(self._sinks.values()):
             sink(MoveOn())
+
+    def ask_one_to_move(self, free_share: float) -> None:
+        """The youngest, which has most before it and least to copy, if there is a worker with so many free blocks."""
+        if len(self._sinks) > 1:  # alone it has nothing to make room for
+            sink = next(reversed(self._sinks.values()))
+            sink(MoveOn(free_share))
 
     def give_up(self, error: BatonError) -> None:
         """Tell every request here to go elsewhere. Its flow then closes it, which cancels it on the worker."""

@@ -24,8 +24,10 @@ ROOM_TOKENS = 64
 RETRY_S = 1.0
 """Between two tries to move one request."""
 
-Find = Callable[[GenerateRequest, WorkerLink], WorkerLink | None]
-"""(request as it stands, its decode worker) -> another one with room for it that this one can reach, or None."""
+Find = Callable[[GenerateRequest, WorkerLink, float], WorkerLink | None]
+"""(request as it stands, its decode worker, share of blocks that must be free) -> another one with room for it that
+this one can reach, or None.
+"""
 
 
 @dataclass(slots=True)

@@ -109,11 +109,13 @@ class Run:
         self.decode.send(Reserve(request, self._handoff_id, self._config.transfer.lease_s))
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
-                link, event = await self._inbox.get()
+                while isinstance((heard := await self._inbox.get())[1], MoveOn):
+                    pass  # it is not decoded yet
         except TimeoutError:
             raise OverloadedError(
                 f"{self.decode.info.worker_id} did not answer a reservation in time"
             ) from None
+        link, event = heard
         if isinstance(event, BatonError):
             self._ended(link, cancel=isinstance(event, DrainingError))
             raise event
@@ -180,7 +182,7 @@ class Run:
     def _take(self, link: WorkerLink, event: Event) -> Token | Finished | None:
         """What of an event concerns the client. Raises the error that ends the attempt."""
         if isinstance(event, MoveOn):
-            self._leave(link)
+            self._leave(link, event.free_share)
             return None
         if self._move is not None and self._is_moves(self._move, link, event):
             return None
@@ -214,7 +216,7 @@ class Run:
 
     # --- to another decode worker -----------------------------------------------------------------------------------
 
-    def _leave(self, link: WorkerLink) -> None:
+    def _leave(self, link: WorkerLink, free_share: float) -> None:
         """Begin to move off `link`, if that is where the request is decoded, and somebody else has room for it."""
         now_s = time.monotonic()
         is_decoded = link is self.decode and self._has_decode_spoken and not self._early
@@ -222,7 +224,7 @@ class Run:
             return
         self._next_move_s = now_s + RETRY_S
         request = as_moved(self.request, self._output_ids, self._num_moves + 1)
-        target = self._means.find(request, link)
+        target = self._means.find(request, link, free_share)
         if target is None:
             return
         self._num_moves += 1

@@ -50,6 +50,7 @@ class FakeWorker:
         self.num_blocks = num_blocks
         self.peers = peers
         self.is_draining = False
+        self.num_free = num_blocks
         self.heard: list[Message] = []
         self.channels: list[Channel] = []
         self._changed = asyncio.Event()
@@ -91,7 +92,7 @@ class FakeWorker:
                 await self._changed.wait()
 
     def status(self, num_free: int | None = None) -> Status:
-        free = self.num_blocks if num_free is None else num_free
+        free = self.num_free if num_free is None else num_free
         audit = BlockAudit(self.num_blocks, free, 0, self.num_blocks - free, 0, 0, 0)
         peers = tuple(PeerStatus(peer, True, "memory", 1.0) for peer in self.peers)
         return Status(self.worker_id, 1, True, 0.0, 0, 0, audit, peers, is_draining=self.is_draining)

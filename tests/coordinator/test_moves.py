@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -265,6 +266,57 @@ async def test_a_lost_first_token_is_not_waited_for() -> None:
         s["p1"].on_prefill = begin
         s["d1"].on_prefill = s["d2"].on_prefill = read_here
         await assert_whole(s, [], "worker_lost")
+
+
+@pytest.mark.parametrize("num_free", [29, 30])
+async def test_a_decode_worker_short_of_blocks_lets_its_youngest_stream_go_to_one_that_has_many(
+    num_free: int,
+) -> None:
+    decode, roomy = FakeWorker("decode", "d1", peers=("d2",)), FakeWorker("decode", "d2")
+    roomy.num_free = num_free
+    info = await roomy.start()
+    async with scene(decode) as s, asyncio.TaskGroup() as tasks:
+        decode.on_prefill = lambda channel, command: send_tokens(channel, command.request.request_id, 0, 1, 2)
+        decode.on_migrate = lambda channel, command: hand_off(channel, command.request_id)
+        streams = [
+            s.flow.generate(replace(request(NUM_TOKENS), request_id=name), 15.0) for name in ("old", "young")
+        ]
+        for stream in streams:
+            assert [await anext(stream) for _ in range(3)] == expected(3)
+        s.fleet.sync("decode", [s.fleet.link("d1").info, info])
+        while len(s.fleet.views("decode")) < 2:
+            await s.fleet.changed(1.0)
+        rest = [tasks.create_task(stream.__anext__()) for stream in streams]  # somebody has to listen
+        decode.channels[-1].send(decode.status(num_free=4))
+        if num_free == 30:
+            migrate = await decode.wait_for(lambda m: isinstance(m, Migrate))
+            assert isinstance(migrate, Migrate)
+            assert migrate.request_id == "young.1"
+            send_tokens(roomy.channels[-1], migrate.ticket.request_id, 3)
+        else:
+            send_tokens(decode.channels[-1], "young.1", 3)
+        send_tokens(decode.channels[-1], "old.1", 3)
+        assert [await each for each in rest] == [expected(4)[3]] * 2
+        assert sum(isinstance(m, Migrate) for m in decode.heard) == (num_free == 30)
+        for stream in streams:
+            await stream.aclose()
+    await roomy.kill()
+
+
+async def test_a_request_that_is_only_reserved_does_not_move() -> None:
+    async with scene(*workers(1)) as s:
+
+        def grant(channel: Channel, command: Reserve) -> None:
+            s.fleet.link("d1").ask_to_move()
+            s["d1"].grant(channel, command)
+
+        def answer(channel: Channel, command: Prefill) -> None:
+            send_tokens(channel, command.request.request_id, *range(NUM_TOKENS))
+            finish(channel, command.request.request_id)
+
+        s["d1"].on_reserve = grant
+        s["p1"].on_prefill = answer
+        await assert_whole(s, [])
 
 
 async def test_decode_workers_know_each_other_up_to_a_number() -> None:
