@@ -167,23 +167,20 @@ class Run:
         yield replace(end, num_cached_tokens=max(end.num_cached_tokens, self._num_cached))
 
     async def _next(self, deadline: float, patience_s: float) -> Token | Finished | None:
-        now = time.monotonic()
         try:
-            async with asyncio.timeout(min(deadline - now, patience_s)):
-                link, event = await self._inbox.get()
+            async with asyncio.timeout(min(deadline - time.monotonic(), patience_s)):
+                while isinstance((heard := await self._inbox.get())[1], MoveOn):
+                    self._leave(heard[0], heard[1].free_share)  # no sign of life: patience goes on
         except TimeoutError:
             if time.monotonic() >= deadline:
                 raise DeadlineError("the request did not finish before its deadline") from None
             raise WorkerLostError(
                 f"no token from {' or '.join(self.worker_ids)} for {patience_s} s"
             ) from None
-        return self._take(link, event)
+        return self._take(*heard)
 
     def _take(self, link: WorkerLink, event: Event) -> Token | Finished | None:
         """What of an event concerns the client. Raises the error that ends the attempt."""
-        if isinstance(event, MoveOn):
-            self._leave(link, event.free_share)
-            return None
         if self._move is not None and self._is_moves(self._move, link, event):
             return None
         if link is self.decode:

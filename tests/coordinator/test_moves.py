@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from contracts.channel import Channel
-from contracts.errors import WireError
+from contracts.errors import WireError, WorkerLostError
 from contracts.messages import Cancel, Ended, Message, Migrate, Peers, Prefill, Reserve, Stayed
 from contracts.request import Finished
 from contracts.ticket import is_genuine
@@ -60,12 +60,15 @@ class Story:
             return
         self.name = name
         self.source = self.scene[command.ticket.target_id]
-        self.target = self.scene["d2" if self.source.worker_id == "d1" else "d1"]
+        self.target = self.target_of(self.source)
         self.source.on_migrate = lambda _channel, message: self.on_migrate(message)
         send_tokens(channel, name, 0)
         hand_off(channel, name)
         send_tokens(self.source.channels[-1], name, 1, 2)
         self.leave()
+
+    def target_of(self, source: FakeWorker) -> FakeWorker:
+        return self.scene["d2" if source.worker_id == "d1" else "d1"]
 
     def leave(self) -> None:
         if self.is_told_to_end:  # SIGTERM: Serve does not know of it
@@ -301,6 +304,14 @@ async def test_a_decode_worker_short_of_blocks_lets_its_youngest_stream_go_to_on
         for stream in streams:
             await stream.aclose()
     await roomy.kill()
+
+
+async def test_a_worker_that_is_asked_to_let_go_and_is_silent_is_not_waited_for_longer() -> None:
+    async with scene(*workers(1), stall_timeout_s=0.4, max_continuations=0) as s:
+        story = Story(s)
+        story.target_of = lambda _source: s["d1"]  # type: ignore[method-assign]
+        with pytest.raises(WorkerLostError, match=r"no token from p1 or d1 for 0\.4 s"):
+            await collect(s, request(NUM_TOKENS), 15.0)
 
 
 async def test_a_request_that_is_only_reserved_does_not_move() -> None:
