@@ -138,6 +138,7 @@ class Trail:
         self._num_counted = 0
         self._usage: dict[str, Any] = {}
         self._finish_reason: str | None = None
+        self.num_ends = 0  # finish reasons and error events
         self.is_done = False
 
     @property
@@ -160,6 +161,7 @@ class Trail:
         if not isinstance(chunk, dict):
             raise ValueError(f"expected an object in the stream but got {str(chunk)[:80]}")
         if chunk.get("error"):
+            self.num_ends += 1
             raise ValueError(_error_text(chunk))
         usage = chunk.get("usage")
         if usage:
@@ -173,6 +175,7 @@ class Trail:
             self._count(text, now_s, usage)
         if choice.get("finish_reason"):
             self._finish_reason = choice["finish_reason"]
+            self.num_ends += 1
 
     def _count(self, text: str, now_s: float, usage: dict[str, Any] | None) -> None:
         """A chunk with text. Its usage, if any, counts tokens so far; else it is taken for one token."""

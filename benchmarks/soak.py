@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.processes import num_files, resident_kib
 from benchmarks.result import Check, Result, conclude, text_table
 from benchmarks.soak_worker import HOST, LAYOUT, NUM_BLOCKS, SECRET, run_worker
 from contracts.blocks import prompt_hash
@@ -278,16 +279,6 @@ class Soak:
             if not any(self.left.values()) or time.monotonic() > deadline_s:
                 return
             await asyncio.sleep(0.1)
-
-
-def resident_kib(pid: int) -> int:
-    """Raises OSError where there is no /proc."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") // 1024
-
-
-def num_files(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def growth(samples: Sequence[tuple[float, float]]) -> float:

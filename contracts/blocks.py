@@ -87,3 +87,13 @@ def prompt_hash(token_ids: Sequence[int], salt: str = "") -> bytes:
     """Hash of a whole token sequence; binds a handoff to the prompt it was made for."""
     packed = b"".join(t.to_bytes(4, "little") for t in token_ids)
     return hashlib.blake2b(salt.encode() + b"\0" + packed, digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOwner:
+    """Who holds blocks: one line of the audit's detail."""
+
+    request_id: str
+    state: str
+    num_blocks: int
+    age_s: float

@@ -8,7 +8,8 @@ bump):
     2  Hello.data_address lists every transport; small probes are echoed; Data.checksum is xxh3, 0: none;
        ChunkDone grants; Fin may come before the last bytes
     3  SamplingParams may mask (allowed and bad tokens, grammar) and ask for the prompt's logprobs, told in Token
-    4  Orders; a worker tells its duty in Status
+    4  Orders; a worker tells its duty in Status; Migrate and Stayed; Reserve.num_more and HandoffState.output_ids: a
+       handoff may end with more tokens than it began with
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from contracts.blocks import BlockAudit, KvLayout
+from contracts.blocks import BlockAudit, BlockOwner, KvLayout
 from contracts.errors import WireError
 from contracts.request import Finished, GenerateRequest, Token
 from contracts.roles import Duty, Orders
@@ -88,11 +89,14 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Grant blocks for the whole request here. `handoff_id` "" means: this worker will prefill it itself."""
+    """Grant blocks for the whole request here. `handoff_id` "" means: this worker will prefill it itself.
+    `num_more`: room for so many tokens that are drawn elsewhere while the KV is on its way here.
+    """
 
     request: GenerateRequest
     handoff_id: str
     lease_s: float
+    num_more: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,19 @@ class Prefill:
     request: GenerateRequest
     ticket: Ticket | None = None
     skip_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Migrate:
+    """Hand `request_id`, which is decoded here, to the ticket's target while it goes on: KV from token `skip_tokens`
+    on, of at most `max_tokens` tokens in all. The ticket is for what the coordinator knew of it; what was drawn since
+    follows with the state. The answer is HandedOff, Stayed, or its end.
+    """
+
+    request_id: str
+    ticket: Ticket
+    skip_tokens: int
+    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +167,20 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class HandedOff:
-    """Sent by prefill: the target has everything and goes on alone. `exposed_s`: transfer not hidden behind compute."""
+    """The target has everything and goes on alone. `exposed_s`: the part of the transfer not hidden behind compute."""
 
     request_id: str
     num_bytes: int
     exposed_s: float
     num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stayed:
+    """A migration came to nothing before the request was out of hand: it goes on here."""
+
+    request_id: str
+    error: WireError
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +202,7 @@ class PeerEvent:
 
 @dataclass(frozen=True, slots=True)
 class PeerStatus:
-    """A kv connection as its prefill side sees it, after the transfer self-test.
+    """A kv connection as its sending side sees it, after the transfer self-test.
 
     `is_slow`: ready, but far below what such a path promises; `detail` says it in words for people. `events` are
     the latest, oldest first.
@@ -198,7 +223,9 @@ class Status:
 
     `counters` are monotonic totals by metric name (contracts/metrics.py, the worker-owned ones). `labelled` are
     worker-owned metrics with labels of their own: name -> label values, joined by "," -> value. `reason` says why it
-    is not ready. `duty` None: its pool's role. `coordinators`: ids of those that are connected, sorted.
+    is not ready. `duty` None: its pool's role. `coordinators`: ids of those that are connected, sorted. `is_draining`:
+    it ends soon; whoever can shall leave, and nobody come. `num_foreign`, `num_foreign_tokens`: requests here, and
+    prompt tokens to be read, of other coordinators than the one that is told.
     """
 
     worker_id: str
@@ -215,16 +242,9 @@ class Status:
     reason: str = ""
     duty: Duty | None = None
     coordinators: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class BlockOwner:
-    """Who holds blocks: one line of the audit's detail."""
-
-    request_id: str
-    state: str
-    num_blocks: int
-    age_s: float
+    is_draining: bool = False
+    num_foreign: int = 0
+    num_foreign_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,9 +281,7 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """D -> P: `slots` are yours; each may carry one Data (or, with handoff_id "", one Probe), whose tag is
-    the slot.
-    """
+    """D -> P: `slots` are yours; each may carry one Data (or, with handoff_id "", one Probe), whose tag is the slot."""
 
     handoff_id: str
     slots: tuple[int, ...]
@@ -271,9 +289,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """P -> D: slot `slot` carries tokens [low, high), `num_bytes` bytes, layout of kvtransfer/pages.py,
-    with `checksum`.
-
+    """P -> D: slot `slot` carries tokens [low, high), `num_bytes` bytes with `checksum`, layout of kvtransfer/pages.py.
     Sent before the bytes; D receives them only when it has read this.
     """
 
@@ -304,11 +320,13 @@ class ChunkDone:
 class HandoffState:
     """What travels with the KV: everything sampling needs that the target does not already have from Reserve.
 
-    The draw is keyed by (seed, position) and penalties follow from the tokens, so the tokens are the state.
+    The draw is keyed by (seed, position) and penalties follow from the tokens, so the tokens are the state. KV of all
+    tokens but `first_token` is there; `output_ids` are those before it that Reserve did not know yet.
     """
 
     first_token: Token
     num_cached_tokens: int = 0
+    output_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,32 +387,8 @@ class Pong:
 
 
 Message = (
-    Hello
-    | Proof
-    | Refusal
-    | Reserve
-    | Prefill
-    | Cancel
-    | Peers
-    | Orders
-    | AskAudit
-    | Reserved
-    | Tokens
-    | HandedOff
-    | Ended
-    | Status
-    | AuditReply
-    | Open
-    | Want
-    | Grant
-    | Data
-    | ChunkDone
-    | Fin
-    | Commit
-    | Abort
-    | AbortOk
-    | Probe
-    | ProbeDone
-    | Ping
-    | Pong
-)
+    Hello | Proof | Refusal
+    | Reserve | Prefill | Migrate | Cancel | Peers | Orders | AskAudit
+    | Reserved | Tokens | HandedOff | Stayed | Ended | Status | AuditReply
+    | Open | Want | Grant | Data | ChunkDone | Fin | Commit | Abort | AbortOk | Probe | ProbeDone | Ping | Pong
+)  # fmt: skip

@@ -40,6 +40,7 @@ ENDPOINTS = (
 )  # fmt: skip
 OUTCOMES = ("stop", "length", "cancelled", "error")
 ROUTES = ("remote", "local")
+MIGRATION_OUTCOMES = ("moved", "stayed", "ended")
 KV_SLOT_STATES = ("free", "granted", "receiving", "quarantined")
 HANDOFF_DIRECTIONS = ("in", "out")
 BLOCK_STATES = ("free", "cached", "running", "reserved", "in_handoff", "quarantined")
@@ -98,6 +99,19 @@ METRICS: tuple[MetricSpec, ...] = (
         "counter",
         "Requests that went on elsewhere, by the code of the error that ended their attempt.",
         ("reason",),
+    ),
+    MetricSpec(
+        "baton_migrations_total",
+        "counter",
+        "Running requests whose KV was to move to another decode worker, by outcome: moved, or stayed, or ended.",
+        ("outcome",),
+    ),
+    MetricSpec(
+        "baton_migration_pause_seconds",
+        "histogram",
+        "Between the last token from the old worker and the first one from the new, of requests that moved.",
+        (),
+        SECONDS,
     ),
     MetricSpec(
         "baton_guard_refusals_total", "counter", "Answers that an output guard ended, by code.", ("code",)

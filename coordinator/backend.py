@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from contracts.blocks import BlockAudit
-from contracts.messages import BlockOwner, Role, Status
+from contracts.blocks import BlockAudit, BlockOwner
+from contracts.messages import Role, Status
 from contracts.request import Finished, GenerateRequest, Token
 from contracts.roles import RoleLabel
 from contracts.service import Service

@@ -4,14 +4,18 @@ A worker's label (contracts/roles.py) says what it is used for; its pool says on
 exists (handles.py), links say who lives. A worker that Serve no longer lists gets nothing new and keeps its link while
 requests run on it:
 
-    listed ──► leaving: requests may finish ──MOVE_SHARE of drain_timeout_s──► they go on elsewhere ──► dropped
-                                                 (or stay, as long as no other decode worker is ready)
+    listed ──► leaving ──MOVE_SHARE of drain_timeout_s──► overdue ──► dropped, when no request of ours is there
+                  │                                          └ requests go on elsewhere, where they are read again;
+                  └ requests end, or move with their KV        or stay, as long as no other decode worker is ready
+
+Leaving is also who says that it ends (SIGTERM): Serve lists it until it is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+from bisect import bisect_right
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -24,8 +28,20 @@ from coordinator.links import WorkerLink
 from coordinator.placement import WorkerView
 
 MOVE_SHARE = 0.5
-"""Part of its grace in which a leaving worker keeps its requests. Most end in it; the others have as long again to be
-placed and read elsewhere before Serve ends the process."""
+"""Part of its grace in which a leaving worker keeps its requests. Most end or move in it; the others have as long again
+to be placed and read elsewhere before Serve ends the process."""
+
+ASK_PERIOD_S = 0.25
+"""How often the requests of a leaving worker are asked to move: one may have nowhere to go, or not be decoded yet."""
+
+SHORT_SHARE = 0.05
+ROOMY_SHARE = 0.3
+"""A decode worker with a smaller share of its blocks left lets a stream go, to one that has at least this share: far
+enough apart that no stream goes to and fro.
+"""
+
+MAX_DECODE_PEERS = 8
+"""Connections of one decode worker to others, for requests that move: enough to find room, few in a large fleet."""
 
 
 class Fleet:
@@ -39,11 +55,14 @@ class Fleet:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._listed: dict[Role, frozenset[str]] = {"prefill": frozenset(), "decode": frozenset()}
         self._waiters: set[asyncio.Future[None]] = set()
-        # What every worker that reads shall know, and who knows it; `_peers` is a new object when membership changes.
+        # Whoever may write, a new object when membership changes; what each worker was told of it, and whether all; who
+        # reads or has read, and is told all.
         self._peers = Peers(())
-        self._told: dict[str, Peers] = {}
+        self._told: dict[str, tuple[Peers, bool]] = {}
+        self._readers: set[str] = set()
         self._max_total_tokens: int | None = None
         self._leaving: dict[str, asyncio.TimerHandle] = {}
+        self._asking: dict[str, asyncio.TimerHandle] = {}
         self._overdue: set[str] = set()  # leaving workers whose requests have to move
         self._is_closed = False
 
@@ -142,7 +161,7 @@ class Fleet:
     async def close(self) -> None:
         """Leave all workers, which forget what they do for us. Requests still open here end with an error."""
         self._is_closed = True
-        for timer in self._leaving.values():
+        for timer in (*self._leaving.values(), *self._asking.values()):
             timer.cancel()
         for task in self._tasks.values():
             task.cancel()
@@ -155,15 +174,26 @@ class Fleet:
         return link.label in (role, "mixed") and self._is_usable(link)
 
     def _is_usable(self, link: WorkerLink) -> bool:
-        return link.info.worker_id in self._listed[link.info.role] and link.is_ready
+        return self._is_staying(link) and link.is_ready
+
+    def _is_short(self, link: WorkerLink) -> bool:
+        """It writes, and so few blocks are left that it will soon preempt somebody."""
+        if link.label == "prefill" or link.status is None:
+            return False
+        return link.status.audit.num_available < SHORT_SHARE * link.info.num_blocks
+
+    def _is_staying(self, link: WorkerLink) -> bool:
+        """Serve lists it, and it has not told that it ends."""
+        is_draining = link.status is not None and link.status.is_draining
+        return link.info.worker_id in self._listed[link.info.role] and not is_draining
 
     def _view(self, link: WorkerLink) -> WorkerView:
         status = link.status
         assert status is not None, "only live links are viewed"
         return WorkerView(
             worker_id=link.info.worker_id,
-            num_requests=link.num_requests,
-            num_tokens=link.num_tokens,
+            num_requests=link.num_requests + status.num_foreign,
+            num_tokens=link.num_tokens + status.num_foreign_tokens,
             num_available_blocks=status.audit.num_available,
             num_blocks=link.info.num_blocks,
             max_num_seqs=link.info.max_num_seqs,
@@ -183,26 +213,36 @@ class Fleet:
             self._renew_peers()
         else:
             self._tell_peers(link)
+            self._note_leaving(link)
+            if self._is_short(link):
+                link.ask_one_to_move(ROOMY_SHARE)
         if self._overdue:
             self._move_requests()
         self._wake()
 
     def _note_leaving(self, link: WorkerLink) -> None:
         worker_id, role = link.info.worker_id, link.info.role
-        if worker_id in self._listed[role]:
+        if self._is_staying(link) or worker_id not in self._links:
             self._stays(worker_id)
         elif worker_id not in self._leaving:
             pool = self._config.prefill if role == "prefill" else self._config.decode
             loop = asyncio.get_running_loop()
             grace_s = MOVE_SHARE * pool.drain_timeout_s
             self._leaving[worker_id] = loop.call_later(grace_s, self._end_grace, worker_id)
+            self._ask_to_move(worker_id)
+
+    def _ask_to_move(self, worker_id: str) -> None:
+        loop = asyncio.get_running_loop()
+        self._asking[worker_id] = loop.call_later(ASK_PERIOD_S, self._ask_to_move, worker_id)
+        self._links[worker_id].ask_to_move()
 
     def _stays(self, worker_id: str) -> None:
         """Listed again, or gone."""
         self._overdue.discard(worker_id)
-        timer = self._leaving.pop(worker_id, None)
-        if timer is not None:
-            timer.cancel()
+        for timers in (self._leaving, self._asking):
+            timer = timers.pop(worker_id, None)
+            if timer is not None:
+                timer.cancel()
 
     def _end_grace(self, worker_id: str) -> None:
         self._overdue.add(worker_id)
@@ -231,8 +271,8 @@ class Fleet:
         return True
 
     def _renew_peers(self) -> None:
-        """Connections exist before a request needs them: every worker that reads knows all that may write. Where
-        labels move that is everybody, so that none of its peers has to wait for the one that begins to write.
+        """Connections exist before a request needs them: every worker that reads knows all that may write, which is
+        everybody where labels move; and one that only writes knows some others, for streams that move.
         """
         infos = (link.info for link in self._links.values())
         writers = sorted(
@@ -241,21 +281,33 @@ class Fleet:
         )
         if tuple(writers) != self._peers.workers:
             self._peers = Peers(tuple(writers))
+        self._readers &= self._links.keys()
         for link in self._links.values():
             self._tell_peers(link)
 
     def _tell_peers(self, link: WorkerLink) -> None:
+        worker_id = link.info.worker_id
         if not link.is_alive:
-            self._told.pop(link.info.worker_id, None)
-        elif _is_reader(link) and self._told.get(link.info.worker_id) is not self._peers:
+            self._told.pop(worker_id, None)
+            return
+        if link.label != "decode":
+            self._readers.add(
+                worker_id
+            )  # for good: its last handoffs need them, and a later order finds them ready
+        told, is_reader = self._told.get(worker_id), worker_id in self._readers
+        if told is None or told[0] is not self._peers or told[1] != is_reader:
             with suppress(WorkerLostError):  # just lost: it is told when it is back
-                link.send(self._peers)
-                self._told[link.info.worker_id] = self._peers
+                link.send(self._peers if is_reader else self._neighbours(worker_id))
+                self._told[worker_id] = self._peers, is_reader
 
-
-def _is_reader(link: WorkerLink) -> bool:
-    """Also one that was: its last handoffs need the connections, and a later order finds them ready."""
-    return link.label != "decode" or (link.status is not None and bool(link.status.peers))
+    def _neighbours(self, worker_id: str) -> Peers:
+        """The decode workers that follow `worker_id` in the circle of all; none where KV cannot leave a process."""
+        if self._config.transfer.transport == "memory":
+            return Peers(())
+        workers = self._peers.workers
+        behind = bisect_right(workers, worker_id, key=lambda info: info.worker_id)
+        count = min(MAX_DECODE_PEERS, len(workers) - 1)
+        return Peers(tuple(workers[(behind + step) % len(workers)] for step in range(count)))
 
 
 def _max_total_tokens(info: WorkerInfo) -> int:

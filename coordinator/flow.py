@@ -37,11 +37,12 @@ from contracts.service import Service, ServiceClass
 from coordinator.ask import Ask
 from coordinator.fleet import Fleet
 from coordinator.line import Line
-from coordinator.placement import NotNow, Placement, WorkerView
+from coordinator.links import WorkerLink
+from coordinator.placement import Demand, NotNow, Placement, WorkerView, new_home
 from coordinator.predict import Predictor
 from coordinator.promises import Account, Met
 from coordinator.room import Held, Room
-from coordinator.run import Hold, Observer, Run
+from coordinator.run import Hold, Means, Observer, Run
 from coordinator.stages import StageClock
 from coordinator.story import Story
 from policy.queue import Waiting
@@ -79,9 +80,8 @@ class Flow:
     ) -> None:
         self._config = config
         self._fleet = fleet
-        self._secret = secret
-        self._hold = hold
         self._observer = observer
+        self._means = Means(config, secret, hold, observer, self._new_home)
         self._eos_ids = eos_ids
         self.predictor = Predictor(config)
         """Why requests went where they went."""
@@ -231,9 +231,6 @@ class Flow:
                     if await self._is_granted(run, line_deadline):
                         return run
                     is_back = True
-        except asyncio.CancelledError:
-            self.predictor.left(ask)
-            raise
         except TimeoutError:
             raise self._timed_out(story, entry, time.monotonic() >= deadline, patience_s) from None
         finally:
@@ -319,7 +316,7 @@ class Flow:
     def _release(self, run: Run) -> None:
         """The run is over, however far it came."""
         self._num_running -= 1
-        self._room.left(run.decode.info.worker_id, run.request.request_id)
+        self._room.left(run.reserved_id, run.request.request_id)
         run.close()
 
     def _timed_out(self, story: Story, entry: Waiting, is_over: bool, patience_s: float) -> BatonError:
@@ -348,4 +345,13 @@ class Flow:
     def _make_run(self, request: GenerateRequest, placement: Placement) -> Run:
         decode = self._fleet.link(placement.decode_id)
         prefill = self._fleet.link(placement.prefill_id) if placement.prefill_id else None
-        return Run(request, prefill, decode, self._config, self._secret, self._hold, self._observer)
+        return Run(request, prefill, decode, self._means)
+
+    def _new_home(self, request: GenerateRequest, source: WorkerLink, free_share: float) -> WorkerLink | None:
+        """Where a request that is decoded at `source` may move: `coordinator.move.Find`."""
+        peers = source.status.peers if source.status is not None else ()
+        reachable = frozenset(peer.worker_id for peer in peers if peer.is_ready)
+        block_size = source.info.layout.block_size
+        demand = Demand.of(request.num_known_tokens, request.max_total_tokens, block_size)
+        worker_id = new_home(demand, reachable, self._writers(), free_share)
+        return None if worker_id is None else self._fleet.link(worker_id)

@@ -13,6 +13,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from contracts.channel import Channel, connect
 from contracts.errors import BatonError, EngineError, ProtocolError, WorkerLostError, from_wire
@@ -26,6 +27,7 @@ from contracts.messages import (
     Message,
     Reserved,
     Status,
+    Stayed,
     Tokens,
     WorkerInfo,
 )
@@ -34,7 +36,17 @@ from contracts.roles import RoleLabel
 
 logger = logging.getLogger("baton.coordinator")
 
-Event = Reserved | Token | HandedOff | Finished | BatonError
+
+@dataclass(frozen=True, slots=True)
+class MoveOn:
+    """Not a worker's word: whoever can shall leave this worker, without a break, for one where at least `free_share` of
+    the blocks are free.
+    """
+
+    free_share: float = 0.0
+
+
+Event = Reserved | Token | HandedOff | Stayed | Finished | MoveOn | BatonError
 MAX_BACKOFF_S = 1.0
 
 
@@ -131,6 +143,17 @@ class WorkerLink:
                 logger.debug("%s was lost before the cancel of %s", self.info.worker_id, request_id)
         self._on_change(self)
 
+    def ask_to_move(self) -> None:
+        """Whoever is decoded here shall go on elsewhere, while it is decoded."""
+        for sink in list(self._sinks.values()):
+            sink(MoveOn())
+
+    def ask_one_to_move(self, free_share: float) -> None:
+        """The youngest, which has most before it and least to copy, if there is a worker with so many free blocks."""
+        if len(self._sinks) > 1:  # alone it has nothing to make room for
+            sink = next(reversed(self._sinks.values()))
+            sink(MoveOn(free_share))
+
     def give_up(self, error: BatonError) -> None:
         """Tell every request here to go elsewhere. Its flow then closes it, which cancels it on the worker."""
         for sink in list(self._sinks.values()):
@@ -195,7 +218,7 @@ class WorkerLink:
             case Tokens(items):
                 for item in items:
                     self._give(item.request_id, item.token)
-            case Reserved(request_id) | HandedOff(request_id):
+            case Reserved(request_id) | HandedOff(request_id) | Stayed(request_id):
                 self._give(request_id, message)
             case Ended(request_id, finished, error):
                 end = finished or (from_wire(error) if error else EngineError("ended without a reason"))

@@ -107,6 +107,11 @@ class Metrics:
     def flipped(self, from_role: RoleLabel, to_role: RoleLabel, reason: str) -> None:
         self._counters["baton_flips_total"].labels(from_role, to_role, reason).inc()
 
+    def migrated(self, outcome: str, pause_s: float | None = None) -> None:
+        self._counters["baton_migrations_total"].labels(outcome).inc()
+        if pause_s is not None:
+            self._histograms["baton_migration_pause_seconds"].observe(pause_s)
+
     def guarded(self, code: str) -> None:
         self._counters["baton_guard_refusals_total"].labels(code).inc()
 

@@ -125,6 +125,24 @@ def place(
     return Placement(decode_id, None if prefill_id == decode_id else prefill_id)
 
 
+def new_home(
+    demand: Demand, reachable: frozenset[str], decodes: Sequence[WorkerView], free_share: float = 0.0
+) -> str | None:
+    """The least busy of the `reachable` decode workers with room, and with `free_share` of all blocks free, for a
+    request that leaves its own; None: nobody.
+    """
+    room = [
+        view
+        for view in decodes
+        if view.worker_id in reachable
+        and has_room(view, demand)
+        and view.num_available_blocks >= free_share * view.num_blocks
+    ]
+    if not room:
+        return None
+    return min(room, key=lambda view: (view.num_requests / view.max_num_seqs, random.random())).worker_id
+
+
 def has_room(decode: WorkerView, demand: Demand) -> bool:
     """For the known tokens now, and for the whole request if nobody else were there."""
     return (

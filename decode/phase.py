@@ -3,12 +3,14 @@
     reserve ──► reserved ──adopt──► running ──► ended (finished | error)
        │            │                 │  ▲
        │            └─ cancel / lease │  └── adopt, after `recompute` drew the next token
-       └─ None: no room               └─ preempted: blocks released, waits in the prefill phase
+       └─ None: no room               ├─ preempted: blocks released, waits in the prefill phase
+                                      └─ migrate: goes on, and its KV leaves for another worker (departures.py)
 
 Preemption: when a sequence needs a block and there is none, the youngest running one gives up its blocks, maybe the
 asker itself; never the oldest, so the oldest always gets on. If the oldest is alone and others (reservations, local
 prefills, handoffs) hold the blocks, it sits out steps until they run, end or expire. Nothing new is reserved while
-somebody was preempted or sits out: what becomes free is theirs.
+somebody was preempted or sits out: what becomes free is theirs. A sequence that leaves for another worker is not
+preempted: where it finds no block, it leaves at once.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from collections.abc import Callable
 from contracts.config import EngineConfig
 from contracts.errors import BatonError, OverloadedError
 from contracts.request import Finished, GenerateRequest
+from decode.departures import Departure, Departures
 from engine.blocks import BlockPool, Hold, HoldState
 from engine.loop import Budget, Emit, EndEvent, Event, Result, TokenEvent, Work
 from engine.sequence import EndRules, Sequence
+from worker.phases import KvSink
 
 
 class DecodePhase:
@@ -48,6 +52,8 @@ class DecodePhase:
         self._emit = emit
         self._recompute = recompute
         self.running: list[Sequence] = []  # oldest first
+        self._departures = Departures(pool)
+        self._over: list[KvSink] = []  # of sequences that have just ended while they were leaving
         self.num_preemptions = 0
         # Shared with `reserve`. A reservation or a preempted sequence may end elsewhere (lease, prefill): the object
         # itself says so, and the entry goes when the next one asks.
@@ -69,8 +75,8 @@ class DecodePhase:
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
-    def reserve(self, request: GenerateRequest, state: HoldState) -> Hold | None:
-        """Blocks for all known tokens and the next one, the cached prefix included. None: no room now.
+    def reserve(self, request: GenerateRequest, state: HoldState, num_more: int = 0) -> Hold | None:
+        """Blocks for all known tokens, the next one and `num_more`, the cached prefix included. None: no room now.
 
         Counts against `max_num_seqs` until the hold is released or its sequence has ended. Any thread.
         """
@@ -80,7 +86,8 @@ class DecodePhase:
             if is_full or self._preempted or self._is_sitting_out or request.request_id in self._here:
                 return None
             known = (*request.prompt_ids, *request.output_ids)
-            hold = self._pool.acquire(request.request_id, known, len(known) + 1, state, request.cache_key)
+            num_tokens = len(known) + 1 + num_more
+            hold = self._pool.acquire(request.request_id, known, num_tokens, state, request.cache_key)
             if hold is not None:
                 self._here[request.request_id] = hold
             return hold
@@ -100,11 +107,45 @@ class DecodePhase:
             self._here[seq.request_id] = seq
             self._preempted.pop(seq.request_id, None)
 
+    def migrate(self, request_id: str, sink: KvSink, num_known: int, max_tokens: int) -> bool:
+        """Let the KV of a running sequence go to `sink` while it runs. False, and nothing begins, if it does not run.
+
+        The target knows of its first `num_known` tokens and has room for the KV of `max_tokens`.
+        """
+        seq = next((seq for seq in self.running if seq.request_id == request_id), None)
+        if seq is None or not num_known < seq.num_tokens <= max_tokens + 1:
+            return False
+        self._departures.begin(Departure(seq, sink, num_known, max_tokens))
+        return True
+
+    def pass_on(self, request_id: str) -> None:
+        """Its full blocks are at the target: stop it here, and pass on the rest. Ignored if it has left or ended."""
+        departure = self._departures.leaving.get(request_id)
+        if departure is not None:
+            self._hand_over(departure.seq)
+
+    def handed_off(self, request_id: str, error: BatonError | None) -> bool:
+        """The transfer is over and reads no block any more. Whether the sequence goes on here.
+
+        With `error` a sequence that had stopped for it ends: the target may have it, or not.
+        """
+        is_leaving = request_id in self._departures.leaving
+        departure = self._departures.closed(request_id)
+        if departure is None or departure.is_over:
+            return is_leaving
+        departure.seq.is_ended = True
+        with self._lock:
+            self._here.pop(request_id, None)
+        if error is not None:
+            self._emit([EndEvent(request_id, error=error)])
+        return False
+
     def cancel(self, request_id: str) -> None:
         """Forget the request and release its blocks; unknown ids are ignored. No event is emitted for it any more.
 
-        A sequence that is being (re)computed here is the prefill phase's: cancel it there first. A handoff that is
-        arriving must be cancelled at kvtransfer first, so that nothing is written into these blocks later.
+        A sequence that leaves keeps its blocks until `handed_off`; the caller aborts the transfer next. One that is
+        being (re)computed here is the prefill phase's: cancel it there first. A handoff that is arriving must be
+        cancelled at kvtransfer first, so that nothing is written into these blocks later.
         """
         with self._lock:
             entry = self._here.pop(request_id, None)
@@ -115,7 +156,7 @@ class DecodePhase:
             if entry in self.running:
                 self.running.remove(entry)
             entry.is_ended = True
-            if entry.hold is not None:
+            if self._departures.over(entry) is None and entry.hold is not None:
                 self._pool.release(entry.hold)
 
     # --- engine.loop.Phase ------------------------------------------------------------------------------------------
@@ -132,13 +173,17 @@ class DecodePhase:
         while len(works) < len(self.running) and len(works) < budget.num_tokens:
             seq = self.running[len(works)]
             assert seq.hold is not None
-            if self._pool.grow(seq.hold, seq.num_tokens):
+            if self._departures.is_full(seq):
+                self._hand_over(seq)
+            elif self._pool.grow(seq.hold, seq.num_tokens):
                 works.append(Work(seq, 1, wants_token=True))
+            elif self._departures.is_leaving(seq):
+                self._hand_over(seq)
             elif not self._pool.can_ever_hold(seq.num_tokens):
                 reason = f"{seq.num_tokens} tokens do not fit {self._pool.num_blocks} blocks"
                 self._emit([self._end(seq, OverloadedError(reason))])
-            elif len(self.running) > 1:
-                self._preempt(self.running.pop())
+            elif (victim := self._victim(len(works))) is not None:
+                self._preempt(victim)
             else:
                 is_sitting_out = True
                 break
@@ -158,15 +203,37 @@ class DecodePhase:
             events.append(TokenEvent(seq.request_id, token))
             if (end := self._ends.end(seq)) is not None:
                 events.append(self._end(seq, end))
-        return events
+            else:
+                self._departures.computed(seq)
+        return self._told(events)
 
     def fail(self, works: list[Work], error: BatonError) -> list[Event]:
-        return [self._end(work.seq, error) for work in works]
+        return self._told([self._end(work.seq, error) for work in works])
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
+    def _told(self, events: list[Event]) -> list[Event]:
+        """What the loop shall emit. Where a transfer is over with an event, the outside hears of that one first."""
+        if not self._over:
+            return events
+        self._emit(events)
+        over, self._over = self._over, []
+        for sink in over:
+            sink.abort()
+        return []
+
+    def _hand_over(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self._departures.hand_over(seq)
+
+    def _victim(self, num_proposed: int) -> Sequence | None:
+        """The youngest that may be preempted: never the oldest, and nobody who runs in this step or leaves."""
+        younger = self.running[max(num_proposed, 1) :]
+        return next((seq for seq in reversed(younger) if not self._departures.is_leaving(seq)), None)
+
     def _preempt(self, seq: Sequence) -> None:
         assert seq.hold is not None
+        self.running.remove(seq)
         self._pool.release(seq.hold)
         seq.hold = None
         seq.num_computed = 0
@@ -178,7 +245,10 @@ class DecodePhase:
     def _end(self, seq: Sequence, end: Finished | BatonError) -> EndEvent:
         self.running.remove(seq)
         seq.is_ended = True
-        if seq.hold is not None:
+        departure = self._departures.over(seq)
+        if departure is not None:
+            self._over.append(departure.sink)
+        elif seq.hold is not None:
             self._pool.release(seq.hold)
         with self._lock:
             self._here.pop(seq.request_id, None)

@@ -21,9 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from contracts.blocks import BlockAudit, block_hashes, num_blocks_for
+from contracts.blocks import BlockAudit, BlockOwner, block_hashes, num_blocks_for
 from contracts.errors import ConfigError
-from contracts.messages import BlockOwner
 
 
 class HoldState(Enum):

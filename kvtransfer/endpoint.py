@@ -1,7 +1,7 @@
 """One worker's end of all handoffs: the door through which the worker uses this package.
 
     start ──► kv_port (control, authenticated) + data address (published in the handshake)
-    as sender:    set_peers ──► one Sender per decode worker ──► open ──► Outgoing
+    as sender:    set_peers ──► one Sender per decode worker ──► open ──► Outgoing      a prompt, or a running request
     as receiver:  expect ──► Incoming, filled over a connection that the sender made
     close ──► all connections end; every handoff that is open ends with an error
 
@@ -124,8 +124,12 @@ class KvEndpoint:
         ticket: Ticket,
         start: int,
         on_done: Callable[[OutgoingResult], None],
+        on_caught_up: Callable[[], None] | None = None,
     ) -> Outgoing:
         """Hand tokens [start, ticket.num_tokens) of a sequence to the ticket's target, as they become ready.
+
+        With `on_caught_up`, the sequence goes on growing meanwhile: called once, on the event loop, when all full
+        blocks so far are at the target. `finish` may follow at any time; its `output_ids` say by how much it grew.
 
         Open it when the request is here, before there is anything to send: the target then knows that its reservation
         is used. `on_done` is called exactly once, later, on the event loop, whatever happens; until then the blocks
@@ -140,7 +144,7 @@ class KvEndpoint:
         if sender is None:
             lost = WorkerLostError(f"{ticket.target_id} is not among the peers")
             return Outgoing(ticket, start, done, lost)
-        return sender.open(ticket, start, done)
+        return sender.open(ticket, start, done, on_caught_up)
 
     # --- as a receiver ----------------------------------------------------------------------------------------------
 
@@ -153,19 +157,28 @@ class KvEndpoint:
         start: int,
         block_ids: Sequence[int],
         *,
+        num_more: int = 0,
         on_start: Callable[[], object] | None = None,
         on_done: Callable[[Outcome], object],
     ) -> Incoming:
-        """Let the genuine ticket of this handoff fill tokens [start, num_tokens) of `block_ids`.
+        """Let the genuine ticket of this handoff fill tokens [start, num_tokens) of `block_ids`, and up to `num_more`
+        tokens behind them that the state then names.
 
         `on_start`: the sender has opened it, and has the request; from then on the end of its connection ends this.
         `on_done`: once, at the end (None: not needed); not after `Incoming.cancel`. How long to wait for `on_start` is
         the caller's decision.
         """
         size = self._pages.layout.block_size
-        assert 0 <= start <= num_tokens <= len(block_ids) * size, (start, num_tokens, len(block_ids))
+        max_tokens = num_tokens + num_more
+        assert 0 <= start <= num_tokens <= max_tokens <= len(block_ids) * size, (
+            start,
+            max_tokens,
+            len(block_ids),
+        )
         assert all(0 <= block < self._pages.num_blocks for block in block_ids)
-        reservation = Reservation(handoff_id, request_id, prompt_hash, num_tokens, start, tuple(block_ids))
+        reservation = Reservation(
+            handoff_id, request_id, prompt_hash, num_tokens, start, tuple(block_ids), max_tokens
+        )
         try:
             return self._receiver.expect(reservation, on_start, on_done)
         except HandoffError as error:

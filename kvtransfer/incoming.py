@@ -48,16 +48,16 @@ logger = logging.getLogger("baton.kvtransfer")
 class Arrivals:
     """Which chunks and tokens are here. No I/O."""
 
-    def __init__(self, start: int, num_tokens: int) -> None:
+    def __init__(self, start: int, max_tokens: int) -> None:
         self._start = start
-        self._num_tokens = num_tokens
+        self._max_tokens = max_tokens
         self._chunks: dict[int, tuple[int, int]] = {}
 
     def check(self, chunk: int, low: int, high: int) -> None:
         """Raises ProtocolError if the range is not within the handoff, or `chunk` was another range before."""
-        if not self._start <= low < high <= self._num_tokens:
+        if not self._start <= low < high <= self._max_tokens:
             raise ProtocolError(
-                f"expected tokens within [{self._start}, {self._num_tokens}) but peer sent [{low}, {high})"
+                f"expected tokens within [{self._start}, {self._max_tokens}) but peer sent [{low}, {high})"
             )
         known = self._chunks.get(chunk)
         if known is not None and known != (low, high):
@@ -69,14 +69,14 @@ class Arrivals:
     def add(self, chunk: int, low: int, high: int) -> None:
         self._chunks[chunk] = (low, high)
 
-    def is_complete(self, num_chunks: int) -> bool:
-        """Exactly `num_chunks` chunks came and they leave no token out."""
+    def is_complete(self, num_chunks: int, num_tokens: int) -> bool:
+        """Exactly `num_chunks` chunks came and they leave no token of [start, num_tokens) out."""
         reached = self._start
         for low, high in sorted(self._chunks.values()):
             if low > reached:
                 return False
             reached = max(reached, high)
-        return reached == self._num_tokens and len(self._chunks) == num_chunks
+        return reached == num_tokens and len(self._chunks) == num_chunks
 
 
 class IncomingState(enum.Enum):
@@ -96,7 +96,9 @@ Outcome = HandoffState | BatonError | None
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What decode expects: tokens [start, num_tokens) of `request_id` into `block_ids`."""
+    """What decode expects: tokens [start, num_tokens) of `request_id` into `block_ids`, and further ones, up to
+    `max_tokens`, that the sender draws meanwhile.
+    """
 
     handoff_id: str
     request_id: str
@@ -104,6 +106,7 @@ class Reservation:
     num_tokens: int
     start: int
     block_ids: tuple[int, ...]
+    max_tokens: int
 
 
 class Incoming:
@@ -126,7 +129,7 @@ class Incoming:
         self._on_start = on_start
         self._on_done = on_done
         self._leave = leave
-        self._arrivals = Arrivals(reservation.start, reservation.num_tokens)
+        self._arrivals = Arrivals(reservation.start, reservation.max_tokens)
         self._damaged: set[int] = set()  # chunks that the sender was asked for again
         self.fin: Fin | None = None  # it came before the bytes
         self.fin_deadline_s = math.inf  # of the receiver's clock, for those bytes
@@ -199,7 +202,8 @@ class Incoming:
 
         Else the handoff has failed; or it goes on, if `num_coming` chunks are announced or any was asked for again.
         """
-        if not self._arrivals.is_complete(message.num_chunks):
+        num_tokens = self.reservation.num_tokens + len(message.state.output_ids)
+        if not self._arrivals.is_complete(message.num_chunks, num_tokens):
             if num_coming or self._damaged:
                 self.fin = message
                 return False

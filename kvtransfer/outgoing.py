@@ -1,4 +1,4 @@
-"""Prefill's end of one handoff: computed tokens in, chunks out.
+"""The sending end of one handoff, of a prompt or of a request that is decoded: computed tokens in, chunks out.
 
     OPENING ──Grant──► STREAMING ──finish() and all chunks sent──► FINISHING ──Commit──► DONE(None)
        └──────────────────┴── abort() │ Abort of the peer │ peer lost │ no progress ────► DONE(error)
@@ -10,6 +10,9 @@
     ChunkDone ok       next                               -                  ignored
     ChunkDone bad      send again, then fail              the same           ignored
     Abort              fail, AbortOk                      fail, AbortOk      AbortOk
+
+A migration is a handoff whose end is not known when it begins: the request is decoded meanwhile. `on_caught_up` is when
+all full blocks are at the target; then the request pauses, and `finish` tells how many tokens there are.
 
 A chunk is gathered in one piece on the event loop; blocks are read at no other time, so DONE may follow at once in any
 state and after `on_done` no block is read. What may still be under way reads a send slot only.
@@ -68,10 +71,10 @@ class ChunkPlan:
     """Which token ranges go out next, again, or are through. No I/O.
 
     Chunks end at block boundaries where a whole block fits, since whole blocks copy fastest; a block that is not full
-    yet waits, unless nothing more comes.
+    yet waits, unless nothing more comes. `num_tokens` None: not known before `end`.
     """
 
-    def __init__(self, start: int, num_tokens: int, block_size: int, max_tokens: int) -> None:
+    def __init__(self, start: int, num_tokens: int | None, block_size: int, max_tokens: int) -> None:
         self._cut = start
         self._num_tokens = num_tokens
         self._block_size = block_size
@@ -102,8 +105,8 @@ class ChunkPlan:
 
     def ready(self, num_tokens: int) -> None:
         """Tokens [0, num_tokens) may be read; what was said before is not taken back by a smaller number."""
-        limit = min(num_tokens, self._num_tokens)
-        if limit < self._num_tokens:
+        limit = num_tokens if self._num_tokens is None else min(num_tokens, self._num_tokens)
+        if limit != self._num_tokens:
             limit -= limit % self._block_size
         while self._cut < limit:
             high = min(limit, self._cut + self._max_tokens)
@@ -114,6 +117,11 @@ class ChunkPlan:
             self.num_chunks += 1
             self.num_wanted += 1
             self._cut = high
+
+    def end(self, num_tokens: int) -> None:
+        """All `num_tokens` tokens may be read, and no more come."""
+        self._num_tokens = num_tokens
+        self.ready(num_tokens)
 
     def next(self) -> Chunk:
         chunk = self._queue.popleft()
@@ -156,13 +164,15 @@ class Outgoing:
         start: int,
         on_done: Callable[[OutgoingResult], None],
         route: Route | BatonError,
+        on_caught_up: Callable[[], None] | None = None,
     ) -> None:
-        """With an error for a route, `on_done` gets that."""
+        """With an error for a route, `on_done` gets that. With `on_caught_up` it is a migration."""
         self.handoff_id = ticket.handoff_id
         self._ticket = ticket
         self._block_ids: Sequence[int] = ()
         self._start = start
         self._on_done = on_done
+        self._on_caught_up = on_caught_up
         self._loop = asyncio.get_running_loop()
         self._credits: deque[int] = deque()
         self._state: HandoffState | None = None
@@ -179,7 +189,8 @@ class Outgoing:
         self._route = route
         layout = route.pages.layout
         max_tokens = route.slot_bytes // layout.bytes_per_token
-        self._plan = ChunkPlan(start, ticket.num_tokens, layout.block_size, max_tokens)
+        num_tokens = ticket.num_tokens if on_caught_up is None else None
+        self._plan = ChunkPlan(start, num_tokens, layout.block_size, max_tokens)
         self._loop.call_soon(self._open)
 
     # --- the engine's side, any thread ------------------------------------------------------------------------------
@@ -249,7 +260,7 @@ class Outgoing:
         if not self._is_done and self._state is None:
             self._state = state
             self._finished_s = time.monotonic()
-            self._plan.ready(self._ticket.num_tokens)
+            self._plan.end(self._ticket.num_tokens + len(state.output_ids))
             self._advance()
 
     def _abort(self, error: BatonError | None) -> None:
@@ -272,6 +283,9 @@ class Outgoing:
                 return
             self._has_sent_fin = True
         self._watch()
+        if self._on_caught_up is not None and self._block_ids and not self._plan.is_under_way:
+            tell, self._on_caught_up = self._on_caught_up, None
+            tell()
 
     def _pump_soon(self) -> None:
         if not self._is_pumping:

@@ -1,4 +1,4 @@
-"""Prefill's side of one connection, to one life of one decode worker.
+"""The sending side of one connection, to one life of one decode worker.
 
 ┌► connect ──► data link ──► self-test ──► READY ──EOF │ silence │ nonsense──► all handoffs fail ──┐
 │                 └── no link, or it failed the test: the next path, at once, while there is one   │
@@ -135,6 +135,7 @@ class Sender:
         ticket: Ticket,
         start: int,
         on_done: Callable[[OutgoingResult], None],
+        on_caught_up: Callable[[], None] | None = None,
     ) -> Outgoing:
         error: BatonError | None = None
         if self._route is None or not self.status.is_ready:
@@ -148,7 +149,7 @@ class Sender:
             error = HandoffError(f"handoff {ticket.handoff_id} is under way already")
         if error is not None or self._route is None:
             return Outgoing(ticket, start, on_done, error or WorkerLostError("not connected"))
-        outgoing = Outgoing(ticket, start, on_done, self._route)
+        outgoing = Outgoing(ticket, start, on_done, self._route, on_caught_up)
         self._outgoing[ticket.handoff_id] = outgoing
         return outgoing
 

@@ -77,11 +77,15 @@ class StreamLink:
     async def _close(self) -> None:
         self._reader.cancel()
         self._writer.cancel()
-        await asyncio.gather(self._reader, self._writer, return_exceptions=True)
-        # NOTE: a task that was cancelled before its first step never ran its own clean-up.
-        self._fail_receives()
-        self._fail_sends()
-        self._sock.close()
+        ended = asyncio.gather(self._reader, self._writer, return_exceptions=True)
+        # NOTE: as a callback, because whoever closes may be cancelled himself; and not before both have let go of it.
+        ended.add_done_callback(lambda _: self._sock.close())
+        try:
+            await ended
+        finally:
+            # A task that was cancelled before its first step never ran its own clean-up.
+            self._fail_receives()
+            self._fail_sends()
 
     async def _read(self) -> None:
         header = memoryview(bytearray(_HEADER.size))

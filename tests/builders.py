@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from itertools import count
 
 import torch
@@ -178,15 +179,18 @@ class TinyWorker:
         self.loop.submit(lambda: self.prefill.add(seq, sink, None))
         return seq
 
-    def receive(self, request: GenerateRequest, first_token: Token) -> Sequence | None:
+    def receive(self, request: GenerateRequest, state: Token | HandoffState) -> Sequence | None:
         """What a finished handoff does on the decode side; None if there was no room."""
+        if isinstance(state, Token):
+            state = HandoffState(state)
+        request = replace(request, output_ids=(*request.output_ids, *state.output_ids))
         hold = self.decode.reserve(request, HoldState.RESERVED)
         if hold is None:
             return None
         seq = self.sequence(request)
         seq.hold = hold
         self.runner.fill(hold.block_ids, seq.token_ids, hold.num_cached_tokens)
-        seq.take_over(first_token)
+        seq.take_over(state.first_token, state.num_cached_tokens)
         self.loop.submit(lambda: self.decode.adopt(seq))
         return seq
 

@@ -5,6 +5,7 @@
                                   └──(lease over)──► Ended(error) ◄──────(handoff failed)───┤
                                           forgotten, no event ◄───(it ended at the peer)────┘
     prefill side   Prefill ──► PREFILLING ──► HandedOff | Ended
+    migration      RUNNING ──Migrate──► RUNNING, its KV leaves ──► HandedOff | Stayed (RUNNING) | Ended
     any            Cancel, or the coordinator's connection ends: forgotten, blocks freed, no event any more
 
 The lease bounds RESERVED alone: how long the coordinator and the prefill worker may take to put the request in line
@@ -22,10 +23,10 @@ on the event loop; what belongs to the engine thread goes there by `StepLoop.sub
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from contracts.blocks import prompt_hash
@@ -41,9 +42,11 @@ from contracts.messages import (
     Ended,
     HandedOff,
     Message,
+    Migrate,
     Prefill,
     Reserve,
     Reserved,
+    Stayed,
     TokenItem,
     Tokens,
 )
@@ -55,9 +58,10 @@ from engine.text.grammar import GrammarState, LazyGrammars
 from kvtransfer.endpoint import KvEndpoint
 from kvtransfer.incoming import Incoming, Outcome
 from kvtransfer.outgoing import Outgoing, OutgoingResult
+from worker.grammar_line import GrammarLine
+from worker.holds import Holds
+from worker.migrations import Migrations
 from worker.phases import Phases
-
-NUM_TOMBSTONES = 4096
 
 
 class Reply(Protocol):
@@ -72,7 +76,7 @@ class _Entry:
     reply: Reply
     hold: Hold | None = None  # decode side, until the engine owns it
     incoming: Incoming | None = None
-    outgoing: Outgoing | None = None
+    outgoing: Outgoing | None = None  # of the prefill side, or a migration
     seq: Sequence | None = None  # prefill side, once the engine has it
     lease: asyncio.TimerHandle | None = None
     is_in_engine: bool = False
@@ -95,18 +99,19 @@ class Desk:
         self._phases = phases
         self._pool = pool
         self._kv = kv
-        self._grammars = grammars
-        self._compiling: set[asyncio.Task[None]] = set()
+        self._grammars = GrammarLine(grammars)
+        self._migrations = Migrations(loop, phases.decode, kv)
         self._on_freed = on_freed
         self._entries: dict[str, _Entry] = {}
-        self._holders: defaultdict[str, list[asyncio.Future[None]]] = defaultdict(list)
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self.holds = Holds()
         self.num_lease_expiries = 0
         self.num_reservations = 0
-        self.num_handoffs = 0
+        self.num_handoffs = self.num_handoff_failures = self.num_handoff_bytes = 0
         self.handoff_exposed_s = self.handoff_hidden_s = 0.0
-        self.num_handoff_bytes = 0
-        self.num_handoff_failures = 0
+
+    def requests(self) -> list[tuple[Reply, int]]:
+        """Whose each request here is, and how many tokens of its prompt are still to be read for another worker."""
+        return [(e.reply, e.seq.num_uncomputed if e.seq is not None else 0) for e in self._entries.values()]
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
@@ -114,7 +119,7 @@ class Desk:
         """Grant blocks for the whole prompt and the next token, or answer with the error at once."""
         request = command.request
         try:
-            hold = self._grant(request)
+            hold = self._grant(request, command.num_more)
         except BatonError as error:
             _end(reply, request.request_id, error)
             return
@@ -130,6 +135,7 @@ class Desk:
                 request.num_known_tokens,
                 hold.num_cached_tokens,
                 hold.block_ids,
+                num_more=command.num_more,
                 on_start=lambda: self._opened(entry, hold),
                 on_done=lambda result: self._arrived(request.request_id, result),
             )
@@ -159,6 +165,24 @@ class Desk:
 
         self._with_grammar(entry, start)
 
+    def migrate(self, command: Migrate, reply: Reply) -> None:
+        """Hand a running request to another decode worker while it runs; one that has ended has told so."""
+        request_id = command.request_id
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return
+        if not entry.is_in_engine or entry.outgoing is not None:
+            error = HandoffError(
+                f"expected a running request but {request_id} is none yet, or leaves already"
+            )
+            _try_send(reply, Stayed(request_id, to_wire(error)))
+            return
+        entry.outgoing = self._migrations.begin(
+            command,
+            lambda result: self._tell_handed_off(entry, result, 0),
+            lambda result: self._stays(entry, result),
+        )
+
     def cancel(self, request_id: str) -> None:
         """Forget a request in any state; its blocks are free as soon as nothing can touch them."""
         entry = self._forget(request_id)
@@ -184,26 +208,7 @@ class Desk:
         for request_id, entry in list(self._entries.items()):
             _end(entry.reply, request_id, error)
             self.cancel(request_id)
-        for task in self._compiling:
-            task.cancel()
-
-    async def hold(self, request_id: str, timeout_s: float) -> None:
-        """Returns when the request has ended here (or never shows up within `timeout_s`)."""
-        if request_id in self._ended:
-            return
-        future = asyncio.get_running_loop().create_future()
-        self._holders[request_id].append(future)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await future
-        except TimeoutError:
-            return
-        finally:
-            holders = self._holders.get(request_id)
-            if holders is not None and future in holders:
-                holders.remove(future)
-                if not holders:
-                    del self._holders[request_id]
+        self._grammars.close()
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -248,10 +253,12 @@ class Desk:
             self._end_reserved(request_id, result)
             return
         hold = entry.hold
+        output_ids = (*entry.request.output_ids, *result.output_ids)
+        request = entry.request = replace(entry.request, output_ids=output_ids)
 
         def start(grammar: GrammarState | None) -> None:
             self._enter_engine(entry)
-            seq = Sequence(entry.request, hold=hold, grammar=grammar)
+            seq = Sequence(request, hold=hold, grammar=grammar)
             seq.take_over(result.first_token, num_cached_tokens=result.num_cached_tokens)
             self._engine.submit(lambda: self._phases.decode.adopt(seq))
 
@@ -261,27 +268,45 @@ class Desk:
         request_id = entry.request.request_id
         error = result.error
         self._engine.submit(lambda: self._phases.prefill.handed_off(request_id, error))
-        self.num_handoff_bytes += result.num_bytes
-        self.handoff_exposed_s += result.exposed_s
-        self.handoff_hidden_s += result.hidden_s
-        if self._entries.get(request_id) is not entry:
-            return  # ended or cancelled before; only the blocks had to wait
-        self._forget(request_id)
         if error is None:
-            self.num_handoffs += 1
-            num_cached = entry.seq.num_cached_tokens if entry.seq is not None else 0
-            done = HandedOff(request_id, result.num_bytes, result.exposed_s, num_cached)
-            _try_send(entry.reply, done)
-        else:
+            self._tell_handed_off(entry, result, entry.seq.num_cached_tokens if entry.seq is not None else 0)
+            return
+        self._count(result)
+        if self._entries.get(request_id) is entry:
+            self._forget(request_id)
             self.num_handoff_failures += 1
             _end(entry.reply, request_id, error)
 
+    def _stays(self, entry: _Entry, result: OutgoingResult) -> None:
+        """A migration came to nothing, and the request goes on here."""
+        self._count(result)
+        self.num_handoff_failures += 1
+        entry.outgoing = None
+        request_id = entry.request.request_id
+        if self._entries.get(request_id) is entry:
+            error = result.error or HandoffError("it was not handed over")
+            _try_send(entry.reply, Stayed(request_id, to_wire(error)))
+
+    def _tell_handed_off(self, entry: _Entry, result: OutgoingResult, num_cached: int) -> None:
+        self._count(result)
+        request_id = entry.request.request_id
+        if self._entries.get(request_id) is not entry:
+            return  # ended or cancelled before; only the blocks had to wait
+        self._forget(request_id)
+        self.num_handoffs += 1
+        _try_send(entry.reply, HandedOff(request_id, result.num_bytes, result.exposed_s, num_cached))
+
+    def _count(self, result: OutgoingResult) -> None:
+        self.num_handoff_bytes += result.num_bytes
+        self.handoff_exposed_s += result.exposed_s
+        self.handoff_hidden_s += result.hidden_s
+
     # --- helpers ----------------------------------------------------------------------------------------------------
 
-    def _grant(self, request: GenerateRequest) -> Hold:
+    def _grant(self, request: GenerateRequest, num_more: int) -> Hold:
         if request.request_id in self._entries:
             raise RequestError(f"request {request.request_id} is here already")
-        hold = self._phases.decode.reserve(request, HoldState.RESERVED)
+        hold = self._phases.decode.reserve(request, HoldState.RESERVED, num_more)
         if hold is None:
             available = self._pool.audit().num_available
             raise OverloadedError(
@@ -292,11 +317,8 @@ class Desk:
 
     def _prefill_here(self, request: GenerateRequest, entry: _Entry | None, reply: Reply) -> None:
         if entry is None or entry.hold is None or entry.is_in_engine:
-            _end(
-                reply,
-                request.request_id,
-                HandoffError(f"request {request.request_id} has no reservation here"),
-            )
+            error = HandoffError(f"request {request.request_id} has no reservation here")
+            _end(reply, request.request_id, error)
             return
         hold, known = entry.hold, entry
 
@@ -309,24 +331,13 @@ class Desk:
 
     def _with_grammar(self, entry: _Entry, start: Callable[[GrammarState | None], None]) -> None:
         """Call `start` at once, or when the request's grammar is compiled, unless the request is gone by then."""
-        if not entry.request.sampling.grammar:
-            start(None)
-            return
-        task = asyncio.create_task(self._compile(entry, start))
-        self._compiling.add(task)
-        task.add_done_callback(self._compiling.discard)
+        request_id = entry.request.request_id
 
-    async def _compile(self, entry: _Entry, start: Callable[[GrammarState | None], None]) -> None:
-        request = entry.request
-        try:
-            grammar = await asyncio.to_thread(
-                self._grammars.behind, request.sampling.grammar, request.output_ids
-            )
-        except BatonError as error:
-            self._end_reserved(request.request_id, error)
-            return
-        if self._entries.get(request.request_id) is entry:
-            start(grammar)
+        def go_on(grammar: GrammarState | None) -> None:
+            if self._entries.get(request_id) is entry:
+                start(grammar)
+
+        self._grammars.behind(entry.request, go_on, lambda error: self._end_reserved(request_id, error))
 
     def _enter_engine(self, entry: _Entry) -> None:
         """From here on the engine thread owns the blocks and the lease is over."""
@@ -354,6 +365,7 @@ class Desk:
     def _abort_in_engine(self, request_id: str, outgoing: Outgoing) -> None:
         """NOTE: the blocks may be read until the handoff is over; its on_done then releases them (`handed_off`)."""
         self._phases.prefill.cancel(request_id)
+        self._phases.decode.cancel(request_id)
         outgoing.abort()
 
     def _cancel_in_engine(self, request_id: str) -> None:
@@ -368,12 +380,7 @@ class Desk:
             return None
         if entry.lease is not None:
             entry.lease.cancel()
-        self._ended[request_id] = None
-        if len(self._ended) > NUM_TOMBSTONES:
-            self._ended.popitem(last=False)
-        for future in self._holders.pop(request_id, []):
-            if not future.done():
-                future.set_result(None)
+        self.holds.ended(request_id)
         self._on_freed()
         return entry
 

@@ -16,7 +16,7 @@ from engine.sequence import EndRules, Sequence
 
 
 class KvSink(Protocol):
-    """Where the KV of one prompt goes; kvtransfer.outgoing.Outgoing. Thread-safe, never blocks.
+    """Where the KV of one request goes; kvtransfer.outgoing.Outgoing. Thread-safe, never blocks.
 
     `ready` comes first when the blocks exist (with the tokens already cached, maybe 0) and after every chunk; then
     exactly one of `finish` and `abort`, unless the request is cancelled: then the canceller aborts.
@@ -62,11 +62,20 @@ class Decoder(Phase, Protocol):
     @property
     def num_waiting(self) -> int: ...
 
-    def reserve(self, request: GenerateRequest, state: HoldState) -> Hold | None:
-        """Blocks for all known tokens and the next one, or None: no room now."""
+    def reserve(self, request: GenerateRequest, state: HoldState, num_more: int = 0) -> Hold | None:
+        """Blocks for all known tokens, the next one and `num_more`, or None: no room now."""
 
     def adopt(self, seq: Sequence) -> None:
         """Go on from KV that is all there; the first token is drawn and sent already."""
+
+    def migrate(self, request_id: str, sink: KvSink, num_known: int, max_tokens: int) -> bool:
+        """Let a running request leave while it runs; the target knows `num_known` tokens. False: it does not run."""
+
+    def pass_on(self, request_id: str) -> None:
+        """All full blocks of a request that leaves are at the target: stop it and pass on the rest."""
+
+    def handed_off(self, request_id: str, error: BatonError | None) -> bool:
+        """The sink no longer reads the blocks. Whether the request goes on here."""
 
     def cancel(self, request_id: str) -> None:
         """Forget the request and release its blocks."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 from contracts.config import BatonConfig
 from contracts.messages import Role, WorkerInfo
 from engine.embedded import resolve_model
+from worker.sigterm import drain_on_sigterm
 
 if TYPE_CHECKING:
     from worker.phases import PhaseFactory
@@ -46,9 +47,26 @@ class ServedWorker:
             self._worker = Worker(self.role, worker_id, config, secret, phases, end_process, start_rank)
             path = await asyncio.to_thread(resolve_model, config.model.path)
             await self._worker.start(path, config.transfer.host or "")
+            self._grace_s = config.pool(self.role).drain_timeout_s
+            self._loop = asyncio.get_running_loop()
+            if not drain_on_sigterm(self._told_to_end):
+                logging.getLogger("baton.worker").warning("%s: SIGTERM will not drain it", worker_id)
             gc.freeze()
         finally:
             gc.enable()
+
+    def _told_to_end(self) -> None:
+        """On the main thread."""
+        self._loop.call_soon_threadsafe(self._drain_soon)
+
+    def _drain_soon(self) -> None:
+        self._draining = asyncio.create_task(self._leave())
+
+    async def _leave(self) -> None:
+        """After the drain the process ends; Serve starts another one in its place."""
+        await self._worker.drain(self._grace_s)
+        await self._worker.close()
+        os._exit(0)
 
     async def describe(self) -> WorkerInfo:
         """Who this worker is and where it listens."""

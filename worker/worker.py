@@ -30,6 +30,7 @@ from contracts.messages import (
     Cancel,
     Hello,
     Message,
+    Migrate,
     Peers,
     Prefill,
     Reserve,
@@ -48,6 +49,7 @@ from engine.weights import LoadedModel
 from kvtransfer.endpoint import KvEndpoint
 from worker.chunks import ChunkSizer
 from worker.desk import Desk
+from worker.foreign import told_to
 from worker.loading import Solo, load_engine
 from worker.phases import PhaseFactory, Phases
 from worker.ranks import RankZero, StartRank, gather_ranks
@@ -89,10 +91,12 @@ class Worker:
         """Replicas that the planner wants in this pool; 0: it never said."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._info: WorkerInfo | None = None
+        self._is_draining = False
         self._soon: asyncio.TimerHandle | None = None
         pool = config.pool(role)
         self._start_rank = start_rank
         self._ranks: Solo | RankZero = Solo()
+        self._freed = asyncio.Event()  # since it was last cleared
         self._clock = AwakeClock()
         self._steps = StepMeter()
         itl_s = config.slo.tightest_itl_s
@@ -169,7 +173,19 @@ class Worker:
 
     async def hold(self, request_id: str) -> None:
         """Returns when the request has ended here; Serve counts the call and drains by it."""
-        await self._desk.hold(request_id, self._config.coordinator.request_timeout_s)
+        await self._desk.holds.hold(request_id, self._config.coordinator.request_timeout_s)
+
+    async def drain(self, grace_s: float) -> None:
+        """Returns when no request is here any more, at the latest after `grace_s`: those who have them are told at once
+        that this worker ends.
+        """
+        self._is_draining = True
+        self._publish_status()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while self._desk.requests():
+                    self._freed.clear()
+                    await self._freed.wait()
 
     async def close(self) -> None:
         """End every request with a retryable error, then everything else."""
@@ -247,7 +263,7 @@ class Worker:
     async def _serve(self, channel: Channel, _hello: Hello) -> None:
         self._channels[channel] = channel.peer.sender_id
         try:
-            channel.send(self._status())
+            channel.send(told_to(channel, self._status(), self._desk.requests()))
             while True:
                 self._handle(await channel.receive(), channel)
         finally:
@@ -255,11 +271,15 @@ class Worker:
             self._desk.drop(channel)
 
     def _handle(self, message: Message, channel: Channel) -> None:
+        if isinstance(message, Reserve | Prefill) and len(self._channels) > 1:
+            self._publish_soon()  # other coordinators count it from then on
         match message:
             case Reserve():
                 self._desk.reserve(message, channel)
             case Prefill():
                 self._desk.prefill(message, channel)
+            case Migrate():
+                self._desk.migrate(message, channel)
             case Cancel(request_id):
                 self._desk.cancel(request_id)
             case Peers(workers):
@@ -288,6 +308,7 @@ class Worker:
 
     def _publish_soon(self) -> None:
         """Tell coordinators of freed room well before the next beat, once for all that leave together."""
+        self._freed.set()
         if self._soon is None:
             self._soon = self._event_loop.call_later(STATUS_DELAY_S, self._publish_status)
 
@@ -295,10 +316,10 @@ class Worker:
         if self._soon is not None:
             self._soon.cancel()
             self._soon = None
-        status = self._status()
+        status, requests = self._status(), self._desk.requests()
         for channel in list(self._channels):
             with contextlib.suppress(WorkerLostError):
-                channel.send(status)
+                channel.send(told_to(channel, status, requests))
 
     def _status(self) -> Status:
         return Status(
@@ -316,6 +337,7 @@ class Worker:
             reason=reason,
             duty=self._duty,
             coordinators=tuple(sorted(set(self._channels.values()))),
+            is_draining=self._is_draining,
         )
 
     def _counters(self) -> dict[str, float]:

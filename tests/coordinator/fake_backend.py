@@ -8,9 +8,9 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from contracts.blocks import BlockAudit
+from contracts.blocks import BlockAudit, BlockOwner
 from contracts.errors import ContextLengthError, DeadlineError
-from contracts.messages import BlockOwner, PeerEvent, PeerStatus, Status
+from contracts.messages import PeerEvent, PeerStatus, Status
 from contracts.request import Finished, GenerateRequest, Token
 from contracts.service import Service
 from coordinator.backend import Capacity, PoolReadiness, Readiness, WorkerAudit, WorkerStatus

@@ -16,6 +16,7 @@ from contracts.messages import (
     HandedOff,
     Hello,
     Message,
+    Migrate,
     Peers,
     PeerStatus,
     Prefill,
@@ -50,6 +51,8 @@ class FakeWorker:
         self.worker_id = worker_id
         self.num_blocks = num_blocks
         self.peers = peers
+        self.is_draining = False
+        self.num_free = num_blocks
         self.heard: list[Message] = []
         self.channels: list[Channel] = []
         self.coordinators: list[str] = []
@@ -58,6 +61,7 @@ class FakeWorker:
         self._changed = asyncio.Event()
         self.on_reserve: Callable[[Channel, Reserve], None] = self.grant
         self.on_prefill: Callable[[Channel, Prefill], None] = lambda _channel, _command: None
+        self.on_migrate: Callable[[Channel, Migrate], None] = lambda _channel, _command: None
         self._server = ChannelServer(lambda: Hello(worker_id, 1, "commands", b""), SECRET, self._serve)
 
     async def start(self) -> WorkerInfo:
@@ -100,7 +104,7 @@ class FakeWorker:
                 await self._changed.wait()
 
     def status(self, num_free: int | None = None) -> Status:
-        free = self.num_blocks if num_free is None else num_free
+        free = self.num_free if num_free is None else num_free
         audit = BlockAudit(self.num_blocks, free, 0, self.num_blocks - free, 0, 0, 0)
         peers = tuple(PeerStatus(peer, True, "memory", 1.0) for peer in self.peers)
         coordinators = tuple(sorted(self.coordinators))
@@ -116,6 +120,7 @@ class FakeWorker:
             steps=self.steps,
             duty=self.duty,
             coordinators=coordinators,
+            is_draining=self.is_draining,
         )
 
     def tell(self) -> None:
@@ -150,6 +155,8 @@ class FakeWorker:
                     self.on_reserve(channel, message)
                 case Prefill():
                     self.on_prefill(channel, message)
+                case Migrate():
+                    self.on_migrate(channel, message)
                 case AskAudit(call_id):
                     channel.send(AuditReply(call_id, self.status().audit))
                 case Orders(duty):

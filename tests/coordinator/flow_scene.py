@@ -25,6 +25,7 @@ class Recorder:
 
     continuations: list[str] = field(default_factory=list)
     routes: list[str] = field(default_factory=list)
+    migrations: list[str] = field(default_factory=list)
     held: set[tuple[str, str]] = field(default_factory=set)
     on_handed_off: Callable[[], None] = lambda: None
 
@@ -55,6 +56,10 @@ class Recorder:
 
     def continued(self, reason: str) -> None:
         self.continuations.append(reason)
+
+    def migrated(self, outcome: str, pause_s: float | None = None) -> None:
+        assert (pause_s is not None) == (outcome == "moved")
+        self.migrations.append(outcome)
 
     def hold(self, _role: str, replica_id: str, request_id: str) -> None:
         self.held.add((replica_id, request_id))

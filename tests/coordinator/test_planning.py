@@ -123,10 +123,11 @@ def fakes(num_prefill: int, num_decode: int, steps: StepReport | None = STEPS) -
     return made
 
 
-async def told_peers(worker: FakeWorker) -> set[str]:
-    message = await worker.wait_for(lambda message: isinstance(message, Peers))
-    assert isinstance(message, Peers)
-    return {info.worker_id for info in message.workers}
+async def is_told_of(worker: FakeWorker, workers: set[str]) -> None:
+    """One that only wrote has heard of others, not of itself, before."""
+    await worker.wait_for(
+        lambda message: isinstance(message, Peers) and {info.worker_id for info in message.workers} == workers
+    )
 
 
 async def test_a_pair_becomes_mixed_and_knows_each_other() -> None:
@@ -137,7 +138,8 @@ async def test_a_pair_becomes_mixed_and_knows_each_other() -> None:
         assert set(replica.flips.seen) == {("prefill", "mixed", "small"), ("decode", "mixed", "small")}
         for role in ("prefill", "decode"):
             assert {view.worker_id for view in replica.fleet.views(role)} == {"p0", "d0"}
-        assert await told_peers(decode) == await told_peers(prefill) == {"p0", "d0"}
+        for worker in (prefill, decode):
+            await is_told_of(worker, {"p0", "d0"})
 
 
 async def test_what_does_nothing_is_told_once_with_how_often() -> None:
@@ -158,7 +160,7 @@ async def test_labels_follow_the_demand_there_and_back_with_rising_epochs() -> N
         assert flip.plan is not None
         assert (flip.verdict, set(flip.plan.rates)) == ("starving", {1, 2, 3})
         flipped = next(worker for worker in workers if worker.duty.epoch)
-        assert await told_peers(flipped) == {worker.worker_id for worker in workers}
+        await is_told_of(flipped, {worker.worker_id for worker in workers})
         assert flipped.worker_id not in {view.worker_id for view in replica.fleet.views("decode")}
         first_epoch = flipped.duty.epoch
         await replica.serve(40, 4, prompt_len=20, num_tokens=900)

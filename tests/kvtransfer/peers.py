@@ -27,6 +27,7 @@ from tests.kvtransfer.tools import (
     HOST,
     NUM_BLOCKS,
     STATE,
+    Growing,
     Handoff,
     Pair,
     Side,
@@ -259,6 +260,23 @@ class Endpoint:
         handoff.open(0)
         handoff.ready(num_ready)
 
+    def expect_growing(self, handoff_id: str, num_known: int, num_tokens: int) -> None:
+        handoff = Growing(self._pair(), num_known, num_tokens, handoff_id=handoff_id)
+        self._handoffs[handoff_id] = handoff
+        self._incoming[handoff_id] = handoff.expect()
+
+    async def migrate(self, handoff_id: str, num_known: int, num_tokens: int) -> None:
+        """One token more at a time, until all full blocks are at the target; then the rest."""
+        handoff = Growing(self._pair(), num_known, num_tokens, handoff_id=handoff_id)
+        self._handoffs[handoff_id] = handoff
+        outgoing = handoff.open()
+        num_drawn = num_known
+        while not handoff.sent.done() and (not handoff.num_caught_up or num_drawn < num_tokens):
+            num_drawn = min(num_drawn + 1, num_tokens)
+            handoff.ready(num_drawn)
+            await asyncio.sleep(CALM_S)
+        outgoing.finish(handoff.state)
+
     def ready(self, handoff_id: str, num_tokens: int) -> None:
         self._handoffs[handoff_id].ready(num_tokens)
 
@@ -284,7 +302,9 @@ class Endpoint:
     async def outcome(self, handoff_id: str) -> str:
         """Decode's end of it."""
         outcome = await self._handoffs[handoff_id].outcome()
-        return "ok" if outcome == STATE else type(outcome).__name__
+        handoff = self._handoffs[handoff_id]
+        wanted = handoff.state if isinstance(handoff, Growing) else STATE
+        return "ok" if outcome == wanted else type(outcome).__name__
 
     def is_pending(self, handoff_id: str) -> bool:
         return not self._handoffs[handoff_id].received.done()
@@ -297,12 +317,14 @@ class Endpoint:
         assert not any(sender._outgoing for sender in endpoint._senders.values())
 
     def _make(self, handoff_id: str, num_tokens: int, **changes: Any) -> Handoff:
+        assert num_tokens <= NUM_BLOCKS * 4
+        return Handoff(self._pair(), num_tokens, 0, handoff_id=handoff_id, **changes)
+
+    def _pair(self) -> Pair:
         source = Side.__new__(Side)
         source.slab = self._source
-        assert num_tokens <= NUM_BLOCKS * 4
         own = self._side
-        pair = Pair(own, own, 0) if own.endpoint._identity[0] == "p" else Pair(source, own, 0)
-        return Handoff(pair, num_tokens, 0, handoff_id=handoff_id, **changes)
+        return Pair(own, own, 0) if own.endpoint._identity[0] == "p" else Pair(source, own, 0)
 
 
 # --- between two processes --------------------------------------------------------------------------------------------

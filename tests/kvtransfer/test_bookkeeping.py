@@ -52,8 +52,35 @@ def test_a_plan_cuts_every_token_once_and_no_piece_is_too_long(
             plan.done(chunk.number, is_ok)  # a duplicate
     assert plan.is_complete
     assert num_sent == plan.num_wanted
-    assert arrivals.is_complete(plan.num_chunks)
-    assert not arrivals.is_complete(plan.num_chunks + 1)
+    assert arrivals.is_complete(plan.num_chunks, num_tokens)
+    assert not arrivals.is_complete(plan.num_chunks + 1, num_tokens)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(sizes, max_size=6), sizes, st.integers(1, 8), st.integers(1, 20))
+def test_a_plan_without_an_end_sends_full_blocks_until_it_is_told_the_end(
+    readies: list[int], num_tokens: int, block_size: int, max_tokens: int
+) -> None:
+    plan, arrivals = ChunkPlan(0, None, block_size, max_tokens), Arrivals(0, num_tokens)
+
+    def send() -> int:
+        high = 0
+        while plan.has_next:
+            chunk = plan.next()
+            high = chunk.high
+            arrivals.check(chunk.number, chunk.low, chunk.high)
+            arrivals.add(chunk.number, chunk.low, chunk.high)
+            plan.done(chunk.number, True)
+        return high
+
+    for num_ready in (min(count, num_tokens) for count in readies):
+        plan.ready(num_ready)
+        assert send() % block_size == 0
+        assert not plan.is_sent
+    plan.end(num_tokens)
+    send()
+    assert plan.is_complete
+    assert arrivals.is_complete(plan.num_chunks, num_tokens)
 
 
 def test_a_piece_damaged_too_often_is_a_typed_error() -> None:
@@ -82,7 +109,9 @@ def test_arrivals_are_complete_only_if_no_token_is_missing(
         arrivals.add(count, low, high)
         seen |= set(range(low, high))
         count += 1
-    assert arrivals.is_complete(count) == (start <= num_tokens and seen == set(range(start, num_tokens)))
+    assert arrivals.is_complete(count, num_tokens) == (
+        start <= num_tokens and seen == set(range(start, num_tokens))
+    )
 
 
 def test_a_chunk_that_changes_its_range_is_nonsense() -> None:

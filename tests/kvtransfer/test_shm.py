@@ -12,9 +12,10 @@ import pytest
 
 from kvtransfer import shm
 from kvtransfer.shm import ShmTransport, make_file, map_file
+from kvtransfer.stream import StreamLink
 from kvtransfer.transport import TOKEN_BYTES, Link, LinkClosed
 from tests.kvtransfer import tools
-from tests.kvtransfer.tools import TOKEN, WAIT_S
+from tests.kvtransfer.tools import TOKEN, WAIT_S, until
 
 NUM_SLOTS = 3
 
@@ -106,3 +107,17 @@ def test_a_file_that_a_peer_of_ours_would_not_make_is_refused() -> None:
     with pytest.raises(LinkClosed, match="sealed against shrinking"):
         map_file(unsealed, 1, mmap.PAGESIZE)
     os.close(unsealed)
+
+
+async def test_a_close_that_is_cancelled_closes_all_the_same() -> None:
+    """A server that ends cancels whoever is closing a connection."""
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    link = StreamLink(near)
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(link.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.gather(closing, return_exceptions=True)
+    await until(lambda: near.fileno() == -1)
+    far.close()

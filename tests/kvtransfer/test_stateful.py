@@ -162,7 +162,7 @@ class Handoffs(RuleBasedStateMachine):
             return
         digest = prompt_hash(prompt)
         reservation = Reservation(
-            name, name, digest, len(prompt), hold.num_cached_tokens, tuple(hold.block_ids)
+            name, name, digest, len(prompt), hold.num_cached_tokens, tuple(hold.block_ids), len(prompt)
         )
         ticket = sign(Ticket(name, name, "p", 1, "d", 1, len(prompt), digest), SECRET)
         incoming = self.in_loop(

@@ -157,6 +157,38 @@ class Handoff:
         return int((ours == theirs).flatten(1).all(1).sum())
 
 
+class Growing(Handoff):
+    """A migration: `num_known` tokens are known when it begins, `num_tokens` when it ends; there is room for all."""
+
+    def __init__(self, pair: Pair, num_known: int, num_tokens: int, start: int = 0, **changes: Any) -> None:
+        super().__init__(pair, num_tokens, start, **changes)
+        self.num_known = num_known
+        self.ticket = make_ticket(num_known, self.ticket.handoff_id)
+        self.num_caught_up = 0
+
+    @property
+    def state(self) -> HandoffState:
+        return HandoffState(Token(0, 7), 3, tuple(range(self.num_known, self.num_tokens)))
+
+    def expect(self, num_more: int | None = None) -> Incoming:
+        ticket, room = self.ticket, self.num_tokens - self.num_known
+        return self.pair.decode.endpoint.expect(
+            ticket.handoff_id, ticket.request_id, b"prompt", self.num_known, self.start, self.targets,
+            num_more=room if num_more is None else num_more,
+            on_start=self._started, on_done=self.received.set_result,
+        )  # fmt: skip
+
+    def open(self, num_ready: int | None = None) -> Outgoing:
+        self.outgoing = self.pair.prefill.endpoint.open(
+            self.ticket, self.start, self.sent.set_result, self._caught_up
+        )
+        self.ready(self.num_known if num_ready is None else num_ready)
+        return self.outgoing
+
+    def _caught_up(self) -> None:
+        self.num_caught_up += 1
+
+
 class Pair:
     """A prefill and a decode endpoint, connected."""
 

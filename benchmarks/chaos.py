@@ -1,0 +1,346 @@
+"""Does anybody notice when workers die all the time? `python -m benchmarks.chaos --minutes 30`
+
+    reference   each of a few prompts once, undisturbed                  the right answers
+    chaos       S closed loops over the same prompts; every E seconds a random worker is
+                  killed       SIGKILL
+                  stopped      SIGSTOP, and SIGCONT after some seconds, if it is still there
+                  restarted    SIGTERM
+    rest        the open requests end, then nobody may hold a block
+
+It starts a Baton of its own (`--split P:D` workers), or disturbs that of `--url` on this machine, which must serve
+nobody else. A request that was refused before it began (503) is none that was accepted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benchmarks.client import Call, Client, RunClock, Target, Trail, named_model
+from benchmarks.load import run_async
+from benchmarks.metrics import percentile
+from benchmarks.processes import children, command_of, num_files, parent, resident_kib
+from benchmarks.result import Check, Result, Row, conclude, text_table
+from benchmarks.server_metrics import Snapshot, scrape
+from benchmarks.servers import Arm, GivenHost, Launch, OurHost, ServerError
+
+NUM_PROMPTS = 12
+OUTPUT_TOKENS = (16, 96)
+PROMPT_WORDS = (8, 300)
+STOP_S = (0.5, 15.0)
+PATIENCE_S = 240.0  # with one request: several lost workers, each of whose replacements takes its time
+REST_S = 60.0
+SAMPLE_PERIOD_S = 1.0
+WARM_S = 30.0  # of a process's life, in which its caches fill
+JUDGED_S = 60.0  # a process that was not seen for so long after that tells nothing
+MIN_COMPLETED = 0.995
+MOST_GROWTH_MB = 48.0  # what an allocator may take within a run, however long that is
+MOST_MORE_FILES = 16.0  # connections to workers that are just coming or going
+DEEDS = ("killed", "stopped", "restarted")
+_WORDS = (
+    "winter", "river", "clock", "bread", "moon", "train", "light", "house", "garden", "paper", "stone", "music",
+)  # fmt: skip
+_HELD = ("running", "reserved", "in_handoff", "quarantined")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is done to whom. Durations in seconds."""
+
+    duration_s: float = 1800.0
+    every_s: float = 20.0
+    num_streams: int = 4
+    seed: int = 0
+
+    def calls(self) -> list[Call]:
+        """Prompts of many lengths, answers of many lengths, the same for the same seed."""
+        rng = random.Random(self.seed)
+        made = []
+        for number in range(NUM_PROMPTS):
+            words = " ".join(rng.choices(_WORDS, k=rng.randint(*PROMPT_WORDS)))
+            made.append(Call(f"c{number}", f"Tell story {number} of: {words}.", rng.randint(*OUTPUT_TOKENS)))
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A process at `at_s` of the run's clock."""
+
+    name: str
+    at_s: float
+    kib: int
+    files: int
+
+
+@dataclass(slots=True)
+class Seen:
+    """All that came of a run."""
+
+    expected: dict[str, str] = field(default_factory=dict)  # text by request id
+    trails: list[Trail] = field(default_factory=list)
+    deeds: Counter[str] = field(default_factory=Counter)
+    samples: list[Sample] = field(default_factory=list)
+    held: int | None = (
+        None  # blocks that somebody holds at the end; None: the audits did not come or not add up
+    )
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+class Chaos:
+    """One run against one server."""
+
+    def __init__(self, client: Client, plan: Plan) -> None:
+        self._client = client
+        self._plan = plan
+        self._rng = random.Random(plan.seed)
+        self._calls = plan.calls()
+        self._clock = RunClock()
+        self._end_s = 0.0
+        self._pids: dict[str, int] = {}
+        self.seen = Seen()
+
+    async def run(self) -> Seen:
+        """Raises ValueError if a prompt is not answered before anything was disturbed."""
+        seen = self.seen
+        for call in self._calls:
+            trail = await self._ask(call)
+            if trail.outcome != "ok":
+                raise ValueError(f"expected an answer to {call.request_id} but got {trail.error}")
+            seen.expected[call.request_id] = trail.text
+        before = await scrape(self._client)
+        self._end_s = self._clock.now_s() + self._plan.duration_s
+        async with asyncio.TaskGroup() as group:
+            sampling = group.create_task(self._sample())
+            async with asyncio.TaskGroup() as load:
+                for _ in range(self._plan.num_streams):
+                    load.create_task(self._load())
+                load.create_task(self._disturb())
+            seen.held = await self._rest()
+            sampling.cancel()
+        seen.counters = _grown(before, await scrape(self._client))
+        return seen
+
+    async def _ask(self, call: Call) -> Trail:
+        trail = Trail(call, self._clock.now_s(), is_length_fixed=True)
+        await self._client.stream(trail, self._clock)
+        return trail
+
+    async def _load(self) -> None:
+        while self._clock.now_s() < self._end_s:
+            trail = await self._ask(self._rng.choice(self._calls))
+            self.seen.trails.append(trail)
+            if trail.status != 200:
+                await asyncio.sleep(1.0)  # as Retry-After says at least
+
+    async def _disturb(self) -> None:
+        while (left_s := self._end_s - self._clock.now_s()) > 0:
+            await asyncio.sleep(min(left_s, self._plan.every_s))
+            workers = await self._workers()
+            if not workers or self._clock.now_s() >= self._end_s:
+                continue
+            victim, deed = self._rng.choice(workers), self._rng.choice(DEEDS)
+            pid = int(victim["pid"])
+            with contextlib.suppress(ProcessLookupError):
+                if deed == "stopped":
+                    os.kill(pid, signal.SIGSTOP)
+                    # Not in the way of the next deed: several may be away at once.
+                    asyncio.get_running_loop().call_later(self._rng.uniform(*STOP_S), _wake, pid)
+                else:
+                    os.kill(pid, signal.SIGKILL if deed == "killed" else signal.SIGTERM)
+                self.seen.deeds[f"{victim['role']} {deed}"] += 1
+
+    async def _workers(self) -> list[dict[str, Any]]:
+        """/debug/kv; a worker that is stopped does not answer, and is left out."""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
+            status, content = await self._client.get("/debug/kv")
+            if status == 200:
+                workers: list[dict[str, Any]] = json.loads(content)["workers"]
+                self._pids = {worker["worker_id"]: int(worker["pid"]) for worker in workers}
+                return workers
+        return []
+
+    async def _sample(self) -> None:
+        await self._workers()
+        while True:
+            pids = dict(self._pids)
+            for worker_pid in list(pids.values())[:1]:
+                pids |= {f"coordinator {pid}": pid for pid in _coordinators(worker_pid)}
+            for name, pid in pids.items():
+                with contextlib.suppress(OSError):
+                    self.seen.samples.append(
+                        Sample(name, self._clock.now_s(), resident_kib(pid), num_files(pid))
+                    )
+            await asyncio.sleep(SAMPLE_PERIOD_S)
+
+    async def _rest(self) -> int | None:
+        """Blocks still held when everything has had the time that it may take; None without an audit."""
+        deadline_s = self._clock.now_s() + REST_S
+        held: int | None = None
+        while self._clock.now_s() < deadline_s:
+            if workers := await self._workers():
+                if not all(_is_balanced(worker) for worker in workers):
+                    return None
+                held = sum(int(worker[state]) for worker in workers for state in _HELD)
+                if held == 0:
+                    break
+            await asyncio.sleep(0.5)
+        return held
+
+
+def _is_balanced(worker: dict[str, Any]) -> bool:
+    return sum(int(worker[state]) for state in ("free", "cached", *_HELD)) == int(worker["total"])
+
+
+def _wake(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # Serve has replaced it
+        os.kill(pid, signal.SIGCONT)
+
+
+def _coordinators(worker_pid: int) -> Iterator[int]:
+    """The ingress replicas that run beside a worker, under the same raylet."""
+    with contextlib.suppress(OSError):
+        for pid in children(parent(worker_pid)):
+            if "Coordinator" in command_of(pid):
+                yield pid
+
+
+def _grown(before: Snapshot | None, after: Snapshot | None) -> dict[str, float]:
+    """The coordinator's own counters; workers' begin anew with each life."""
+    if before is None or after is None:
+        return {}
+    names = ("baton_continuations_total", "baton_migrations_total")
+    return {name: after.sums.get(name, 0.0) - before.sums.get(name, 0.0) for name in names}
+
+
+# --- what it means; pure ----------------------------------------------------------------------------------------------
+
+
+def growth_of(samples: Sequence[Sample]) -> tuple[float | None, float | None]:
+    """(MB, open files) by which the worst process grew: median of its last quarter over that of its first, after its
+    first WARM_S. None where nobody lived long enough to tell.
+    """
+    grown_mb: list[float] = []
+    more_files: list[float] = []
+    for name in {sample.name for sample in samples}:
+        mine = [sample for sample in samples if sample.name == name]
+        mine = [sample for sample in mine if sample.at_s >= mine[0].at_s + WARM_S]
+        if len(mine) < 4 or mine[-1].at_s - mine[0].at_s < JUDGED_S:
+            continue
+        quarter = len(mine) // 4
+        early, late = mine[:quarter], mine[-quarter:]
+        kib = statistics.median(s.kib for s in late) - statistics.median(s.kib for s in early)
+        grown_mb.append(kib * 1024 / 1e6)
+        more_files.append(
+            statistics.median(s.files for s in late) - statistics.median(s.files for s in early)
+        )
+    return max(grown_mb, default=None), max(more_files, default=None)
+
+
+def checks_of(seen: Seen) -> list[Check]:
+    accepted = [trail for trail in seen.trails if trail.status == 200]
+    completed = [trail for trail in accepted if trail.outcome == "ok"]
+    same = [trail for trail in completed if trail.text == seen.expected[trail.call.request_id]]
+    ended_once = [trail for trail in accepted if trail.num_ends == 1]
+    grown_mb, more_files = growth_of(seen.samples)
+    return [
+        Check("completed_share", _share(completed, accepted), ">=", MIN_COMPLETED),
+        Check("same_outputs", _share(same, completed), "==", 1.0),
+        Check("one_end", _share(ended_once, accepted), "==", 1.0),
+        Check("audit_blocks", seen.held, "==", 0),
+        Check("rss_growth_mb", grown_mb, "<=", MOST_GROWTH_MB),
+        Check("more_files", more_files, "<=", MOST_MORE_FILES),
+    ]
+
+
+def _share(part: Sequence[Trail], whole: Sequence[Trail]) -> float | None:
+    return len(part) / len(whole) if whole else None
+
+
+def summary(plan: Plan, seen: Seen) -> Row:
+    gaps_ms = [
+        1000.0 * max(late - early for early, late in pairwise(times_s))
+        for trail in seen.trails
+        if trail.outcome == "ok" and len(times_s := trail.record().chunk_times_s) > 1
+    ]
+    return {
+        "minutes": plan.duration_s / 60.0,
+        "num_streams": plan.num_streams,
+        "requests": len(seen.trails),
+        "refused": sum(trail.status != 200 for trail in seen.trails),
+        **{f"deed: {deed}": count for deed, count in sorted(seen.deeds.items())},
+        **seen.counters,
+        "longest_gap_p50_ms": percentile(gaps_ms, 50),
+        "longest_gap_max_ms": max(gaps_ms, default=None),
+    }
+
+
+def failures(seen: Seen) -> list[Row]:
+    """One row for each request that is not as it should be."""
+    rows: list[Row] = []
+    for trail in seen.trails:
+        is_same = trail.text == seen.expected[trail.call.request_id]
+        if trail.status == 200 and (trail.outcome != "ok" or not is_same or trail.num_ends != 1):
+            row = {"call": trail.call.request_id, "at_s": trail.scheduled_s, "end_s": trail.end_s}
+            row |= {"outcome": trail.outcome, "error": trail.error, "ends": trail.num_ends}
+            rows.append(row | {"text": trail.text, "expected": seen.expected[trail.call.request_id]})
+    return rows
+
+
+async def measure(target: Target, plan: Plan) -> Seen:
+    """Raises ValueError if it is no Baton on this machine, aiohttp.ClientError or TimeoutError if nobody answers."""
+    target = replace(target, model=await named_model(target))
+    async with Client(target) as client:
+        return await Chaos(client, plan).run()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: all checks hold; 1: one failed; 2: could not run; 130: stopped by Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.chaos", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument("--url", help="of a Baton on this machine; default: one of its own")
+    parser.add_argument("--split", default="1:2", help="P:D workers of its own Baton (default 1:2)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="of load (default 30)")
+    parser.add_argument("--every", type=float, default=20.0, help="seconds between two deeds (default 20)")
+    parser.add_argument("--streams", type=int, default=4, help="requests at once (default 4)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="file for the result")
+    args = parser.parse_args(argv)
+    plan = Plan(60.0 * args.minutes, args.every, args.streams, args.seed)
+    try:
+        host = (
+            GivenHost(args.url) if args.url else OurHost(Launch(), lambda line: print(line, file=sys.stderr))
+        )
+        with host.open(None if args.url else Arm.of("disaggregated", args.split)) as url:
+            seen = run_async(measure(Target(url, timeout_s=PATIENCE_S), plan))
+    except (ValueError, aiohttp.ClientError, OSError, TimeoutError, ServerError) as error:
+        print(f"error: {error or type(error).__name__}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    row = summary(plan, seen)
+    checks = checks_of(seen)
+    print(text_table(list(row.items()), ("", "value")) + "\n")
+    for failure in failures(seen):
+        print(failure)
+    print("\n".join(map(str, checks)))
+    return conclude(Result("chaos", plan.seed, [row, *failures(seen)], checks), args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

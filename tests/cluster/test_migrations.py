@@ -1,0 +1,165 @@
+"""Invariants 1, 3 and 4 on real engines: a running request whose KV moves to another decode worker answers the same."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contracts.request import Finished, GenerateRequest, Token
+from engine.loop import Work
+from tests.cluster.test_continuations import PROMPT, STATES, state_of
+from tests.local_cluster import LocalCluster, greedy, local_cluster
+from worker.worker import Worker
+
+NUM_TOKENS = 40
+STEP_S = 0.01
+
+
+@asynccontextmanager
+async def two_decodes(model: Path, num_prefills: int = 1, **sections: Any) -> AsyncIterator[LocalCluster]:
+    """Both connected to each other; no migration becomes a second reading unseen."""
+    async with local_cluster(
+        model, num_prefills, 2, engine__num_blocks=64, coordinator__max_continuations=0, **sections
+    ) as cluster:
+        async with asyncio.timeout(20):
+            while not all(
+                len([peer for peer in link.status.peers if peer.is_ready]) >= 1
+                for link in cluster.fleet.links()
+                if link.status is not None and link.info.role == "decode"
+            ):
+                await cluster.fleet.changed(1.0)
+        for worker in cluster.workers.values():
+            slow_down(worker)
+        yield cluster
+
+
+def slow_down(worker: Worker) -> None:
+    """A larger model: this one would often have ended before its request has moved."""
+    watch = worker._engine._watch
+
+    def stepped(works: list[Work], step_s: float) -> None:
+        time.sleep(STEP_S)
+        if watch is not None:
+            watch(works, step_s)
+
+    worker._engine._watch = stepped
+
+
+def leave(cluster: LocalCluster) -> None:
+    """Serve takes away the decode worker that is busy, and gives the other one back."""
+    busy = {link.info.worker_id for link in cluster.fleet.links() if link.num_requests}
+    infos = [worker.info for worker in cluster.workers.values() if worker.info.role == "decode"]
+    cluster.fleet.sync("decode", [info for info in infos if info.worker_id not in busy])
+
+
+def listed_again(cluster: LocalCluster) -> None:
+    cluster.fleet.sync("decode", [w.info for w in cluster.workers.values() if w.info.role == "decode"])
+
+
+def num_read(cluster: LocalCluster) -> float:
+    """Tokens that any worker has computed as prompt."""
+    return sum(worker._counters()["baton_worker_prefill_tokens_total"] for worker in cluster.workers.values())
+
+
+def num_moved(cluster: LocalCluster) -> int:
+    return sum(
+        cluster.workers[name]._desk.num_handoffs for name in cluster.workers if name.startswith("decode")
+    )
+
+
+async def events_of(
+    cluster: LocalCluster, request: GenerateRequest, leave_at: frozenset[int] = frozenset()
+) -> list[Token | Finished]:
+    """All events; after each token of `leave_at` the worker that decodes is taken away, until it is empty."""
+    events: list[Token | Finished] = []
+    async with aclosing(cluster.flow.generate(request, 60.0)) as stream:
+        async for event in stream:
+            events.append(event)
+            if isinstance(event, Token) and event.index in leave_at:
+                listed_again(cluster)
+                leave(cluster)
+    return events
+
+
+@pytest.mark.parametrize(
+    ("state", "num_prefills"), [*((state, 1) for state in STATES), ("greedy", 0), ("penalties", 0)]
+)
+async def test_a_stream_that_moves_is_the_one_that_stays(
+    tiny_model: Path, state: str, num_prefills: int
+) -> None:
+    async with two_decodes(tiny_model, num_prefills) as cluster:
+        request = greedy("stays", PROMPT, NUM_TOKENS, **({"ignore_eos": True} | STATES[state]))
+        whole = await events_of(cluster, request)
+        for number, leave_at in enumerate([frozenset({1}), frozenset({9}), frozenset({2, 14, 25})]):
+            before = num_moved(cluster)
+            moved = await events_of(cluster, replace(request, request_id=f"moves{number}"), leave_at)
+            assert state_of(moved) == state_of(whole), leave_at
+            assert num_moved(cluster) > before
+            listed_again(cluster)
+            await cluster.settled()
+
+
+async def test_a_move_reads_no_prompt_again(tiny_model: Path) -> None:
+    async with two_decodes(tiny_model) as cluster:
+        request = greedy("warm", PROMPT, NUM_TOKENS, ignore_eos=True)
+        before = num_read(cluster)
+        events = await events_of(cluster, request, frozenset({3}))
+        assert num_read(cluster) - before == len(PROMPT)
+        assert num_moved(cluster) == 1
+        end = events[-1]
+        assert isinstance(end, Finished)
+        assert end.timings is not None
+        assert end.timings.num_attempts == 1
+        assert end.num_cached_tokens == 0
+        listed_again(cluster)
+
+
+async def test_many_streams_move_at_once_and_every_block_comes_back(tiny_model: Path) -> None:
+    async with two_decodes(tiny_model) as cluster:
+        requests = [greedy(f"r{i}", PROMPT[i:], 60, ignore_eos=True) for i in range(6)]
+        alone = [(await cluster.run(request))[0] for request in requests]
+
+        async def disturb() -> None:
+            for _ in range(6):
+                await asyncio.sleep(0.15)
+                listed_again(cluster)
+                leave(cluster)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(disturb())
+            runs = [
+                tasks.create_task(cluster.run(replace(r, request_id=f"m{r.request_id}"))) for r in requests
+            ]
+        assert [run.result()[0] for run in runs] == alone
+        listed_again(cluster)
+        await cluster.settled()
+
+
+async def test_a_cut_between_the_workers_while_one_moves_is_not_noticed(tiny_model: Path) -> None:
+    """Before the stop the request stays; after it, it is read again: the answer is the same."""
+    async with two_decodes(tiny_model) as cluster:
+        request = greedy("stays", PROMPT, NUM_TOKENS, ignore_eos=True)
+        whole = await events_of(cluster, request)
+    async with local_cluster(tiny_model, 1, 2, engine__num_blocks=64) as cluster:
+        told: list[Token | Finished] = []
+        async with aclosing(cluster.flow.generate(replace(request, request_id="cut"), 60.0)) as stream:
+            async for event in stream:
+                told.append(event)
+                if len(told) == 3:
+                    leave(cluster)
+                if len(told) in (4, 5, 6):
+                    for worker in cluster.workers.values():
+                        if worker.info.role == "decode":
+                            connections = worker._kv._receiver._connections.values()
+                            for connection in list(connections):
+                                connection.channel.abort()
+        assert state_of(told) == state_of(whole)
+        listed_again(cluster)
+        await cluster.settled()

@@ -1,0 +1,77 @@
+"""Two ingress replicas on the same workers: each sees the other's load, and leaves nothing behind when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from contracts.request import Token
+from coordinator.fleet import Fleet
+from coordinator.flow import Flow
+from coordinator.metrics import Metrics
+from coordinator.placement import WorkerView
+from tests.cluster.test_handoffs import held_up
+from tests.local_cluster import SECRET, LocalCluster, greedy, local_cluster
+
+PROMPT = [3 + i % 50 for i in range(100)]
+
+
+@asynccontextmanager
+async def second_replica(cluster: LocalCluster) -> AsyncIterator[tuple[Fleet, Flow]]:
+    fleet = Fleet(cluster.config, SECRET)
+    for role in ("prefill", "decode"):
+        fleet.sync(role, [worker.info for worker in cluster.workers.values() if worker.info.role == role])
+    flow = Flow(cluster.config, fleet, SECRET, lambda *_: None, Metrics(), frozenset({2}))
+    try:
+        async with asyncio.timeout(10):
+            while not (fleet.views("prefill") and fleet.views("decode")):
+                await fleet.changed(1.0)
+        yield fleet, flow
+    finally:
+        await fleet.close()
+
+
+async def sees(fleet: Fleet, is_so: Callable[[WorkerView], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not all(is_so(view) for view in fleet.views("decode")):
+            await fleet.changed(0.5)
+
+
+async def test_each_replica_counts_the_others_streams_and_forgets_them_with_it(tiny_model: Path) -> None:
+    """The decode worker takes no step meanwhile, so that no stream ends by itself."""
+    async with (
+        local_cluster(tiny_model, engine__num_blocks=64) as cluster,
+        second_replica(cluster) as (fleet, flow),
+    ):
+        request = greedy("mine", PROMPT, 50, ignore_eos=True)
+        with held_up(cluster.workers["decode-0"]):
+            async with aclosing(cluster.flow.generate(request, 30.0)) as mine:
+                async with aclosing(flow.generate(replace(request, request_id="theirs"), 30.0)) as theirs:
+                    assert isinstance(await anext(mine), Token)
+                    assert isinstance(await anext(theirs), Token)
+                    # as the one that has it counts it, and as the other is told of it
+                    await sees(fleet, lambda view: view.num_requests == 2)
+                    await sees(cluster.fleet, lambda view: view.num_requests == 2)
+                await sees(cluster.fleet, lambda view: view.num_requests == 1)
+                await sees(fleet, lambda view: view.num_requests == 1)
+        await cluster.settled()
+
+
+async def test_a_replica_that_dies_with_its_streams_leaves_no_block_and_disturbs_nobody(
+    tiny_model: Path,
+) -> None:
+    async with local_cluster(tiny_model, engine__num_blocks=64) as cluster:
+        expected, _ = await cluster.run(greedy("alone", PROMPT, 100, ignore_eos=True))
+        async with second_replica(cluster) as (fleet, flow), asyncio.TaskGroup() as tasks:
+            mine = tasks.create_task(cluster.run(greedy("mine", PROMPT, 100, ignore_eos=True)))
+            theirs = flow.generate(greedy("theirs", PROMPT, 150, ignore_eos=True), 30.0)
+            assert isinstance(await anext(theirs), Token)
+            for link in fleet.links():  # a SIGKILL: nothing is told, the connections just end
+                assert link._channel is not None
+                link._channel.abort()
+            assert (await mine)[0] == expected
+            await theirs.aclose()
+        await cluster.settled()
