@@ -93,9 +93,9 @@ inline void score_plane(const float* q, int64_t group, const T* keys, const T* n
         const T* row = keys + s * dim;
         for (int64_t g = 0; g < group; g++) {
             vf acc[W] = {};
-            if (g * W < W * 4) {
+            if (next && g < 4) {  // a share of it with each query
                 const int64_t part = W / (group < 4 ? group : 4);
-                if (next) prefetch(next + (s + g * part) * dim, part * dim);
+                prefetch(next + (s + g * part) * dim, part * dim);
             }
             for (int64_t d = 0; d < dim; d += W) {
                 const vf qd = load(q + g * dim + d);
