@@ -148,7 +148,7 @@ class Model:
         ]
         self._rope_of_layer = [ropes.index(layer.rope) for layer in self.spec.layers]
         self._rules = [self.spec.rule(layer) for layer in self.spec.layers]
-        # Packed or not, a float head keeps its plain weight: the best logits are refined from it.
+        # A head whose products are rounded keeps its plain weight: the best logits are refined from it.
         loaded.weights.lm_head.is_shared = True
         for layer in loaded.weights.layers:
             for matrix in layer.matrices:

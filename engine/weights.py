@@ -60,7 +60,7 @@ class Linear:
     """Weight [out, in] and bias [out] of one matrix product; the weight as numbers, or as `quantized` blocks.
 
     `packed` is a device-specific copy that a kernel set may make instead of either; whoever packs drops what it packed
-    (so that memory holds one copy) unless `is_shared` says that somebody else reads `weight` too.
+    (so that memory holds one copy) unless `is_shared` says that its rounded products are refined from `weight`.
     """
 
     weight: Tensor | None

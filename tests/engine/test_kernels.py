@@ -153,12 +153,12 @@ def test_a_shared_weight_survives_packing() -> None:
 @pytest.mark.parametrize("num_rows", [1, 8])
 def test_best_logits_are_exact_in_bfloat16(kernels: Kernels, num_rows: int) -> None:
     torch.manual_seed(0)
-    head = Linear(torch.randn(500, 64).bfloat16(), is_shared=True)
+    weight = torch.randn(500, 64).bfloat16()
+    head = Linear(weight, is_shared=True)
     x = 3 * torch.randn(num_rows, 64).bfloat16()
     kernels.pack(head)
     logits = kernels.logits(x, head)
-    assert head.weight is not None
-    exact = x.float() @ head.weight.float().T
+    exact = x.float() @ weight.float().T
     assert logits.dtype == torch.float32
     best = exact.topk(8).indices
     torch.testing.assert_close(logits.gather(1, best), exact.gather(1, best), rtol=1e-5, atol=1e-4)

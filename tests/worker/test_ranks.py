@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from contracts.config import load_config
+from contracts.config import PoolConfig, load_config
 from contracts.errors import ConfigError, WorkerLostError
 from coordinator.app import make_phases
+from coordinator.handles import worker_options
+from engine.embedded import check_model
 from engine.runner import StepItem
 from tests.engine.golden import BLOCK_SIZE, NUM_BLOCKS, greedy, read_cases
 from tests.engine.test_golden import GOLDEN
@@ -175,3 +177,29 @@ async def test_ranks_that_nobody_starts_are_refused(tiny: Path) -> None:
     worker = Worker("decode", "d", config, SECRET, make_phases)
     with pytest.raises(ConfigError, match=r"decode.tensor_parallel_size: expected 1"):
         await worker.start(tiny, "127.0.0.1")
+
+
+def test_ranks_get_one_node_and_a_share_each() -> None:
+    """The replica takes the first bundle; what pins it to a node is asked for once."""
+    pool = PoolConfig(tensor_parallel_size=3, num_cpus=0.2, num_gpus=1, resources={"decode": 1})
+    options = worker_options(pool)
+    each = {"CPU": 0.2, "GPU": 1.0}
+    assert options["placement_group_bundles"] == [{**each, "decode": 1.0}, each, each]
+    assert options["placement_group_strategy"] == "STRICT_PACK"
+    assert "placement_group_bundles" not in worker_options(PoolConfig())
+
+
+def test_ranks_that_ask_for_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"decode.num_cpus: expected more than 0"):
+        load_config(None, {"decode.tensor_parallel_size": 2, "decode.num_cpus": 0})
+
+
+def test_a_number_of_ranks_that_the_model_does_not_allow_is_refused_before_anything_starts(
+    embedded_model_path: Path,
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"decode.tensor_parallel_size: expected one of 1, 3 for .* but got 2"
+    ):
+        check_model(
+            embedded_model_path, {"prefill.tensor_parallel_size": 3, "decode.tensor_parallel_size": 2}
+        )

@@ -76,24 +76,40 @@ inline vf sums_of(const vf* rows) {
 #endif
 }
 
-// Scores of all `num_slots` keys of a plane, for one query.
+// Asks for `num_elements` before their turn. A plane lies apart from the next, where the processor's own prefetching
+// does not follow; asked for as a whole, it would hold up what is computed now.
 template <class T>
-inline void score_plane(const float* q, const T* keys, int64_t num_slots, int64_t dim, float* scores) {
+inline void prefetch(const T* from, int64_t num_elements) {
+    for (const char *at = (const char*)from, *end = (const char*)(from + num_elements); at < end; at += 64)
+        __builtin_prefetch(at);
+}
+
+// Scores of all `num_slots` keys of a plane, for the queries of a group; `next`: the plane after it.
+template <class T>
+inline void score_plane(const float* q, int64_t group, const T* keys, const T* next, int64_t num_slots, int64_t dim,
+                        float* scores, int64_t width) {
     int64_t s = 0;
     for (; s + W <= num_slots; s += W) {
-        vf acc[W] = {};
         const T* row = keys + s * dim;
-        for (int64_t d = 0; d < dim; d += W) {
-            const vf qd = load(q + d);
-            for (int i = 0; i < W; i++) acc[i] = qd * load(row + i * dim + d) + acc[i];
+        for (int64_t g = 0; g < group; g++) {
+            vf acc[W] = {};
+            if (next && g < 4) {  // a share of it with each query
+                const int64_t part = W / (group < 4 ? group : 4);
+                prefetch(next + (s + g * part) * dim, part * dim);
+            }
+            for (int64_t d = 0; d < dim; d += W) {
+                const vf qd = load(q + g * dim + d);
+                for (int i = 0; i < W; i++) acc[i] = qd * load(row + i * dim + d) + acc[i];
+            }
+            store(scores + g * width + s, sums_of(acc));
         }
-        store(scores + s, sums_of(acc));
     }
-    for (; s < num_slots; s++) {
-        vf acc{};
-        for (int64_t d = 0; d < dim; d += W) acc = load(q + d) * load(keys + s * dim + d) + acc;
-        scores[s] = sum(acc);
-    }
+    for (; s < num_slots; s++)
+        for (int64_t g = 0; g < group; g++) {
+            vf acc{};
+            for (int64_t d = 0; d < dim; d += W) acc = load(q + g * dim + d) * load(keys + s * dim + d) + acc;
+            scores[g * width + s] = sum(acc);
+        }
 }
 
 // Adds the values of slots [low, high) of a plane, weighted, to out [D].
@@ -116,27 +132,31 @@ inline void mix_plane(const float* weights, const T* values, int64_t low, int64_
     }
 }
 
-// Asks for a plane before its turn: planes lie apart, where the processor's own prefetching does not follow.
-template <class T>
-inline void prefetch(const T* plane, int64_t num_elements) {
-    for (const char *at = (const char*)plane, *end = (const char*)(plane + num_elements); at < end; at += 64)
-        __builtin_prefetch(at);
-}
+struct Decode {
+    const float* q;  // [T, H, D]
+    Slab slab;
+    const int64_t *rows, *table, *lens;  // [B], [B, max_blocks], [B]
+    int64_t num_seqs, max_blocks, num_heads;
+    Rule rule;
+    void* out;  // [T, H, D]
+    int num_threads;
+};
 
-// One sequence, one kv head: q [G, D] scaled, the context's positions [begin, end), out [G, D].
-// scores [G][whole blocks, rounded up to registers].
+// One sequence, kv heads [low, high): q [heads, G, D] scaled, the context's positions [begin, end), out as q.
+// scores [heads][G][whole blocks, rounded up to registers]. Heads of a block are neighbours in memory, so they are
+// taken together.
 template <class T>
-void decode_one(const float* q, const Slab& slab, int64_t head, const int64_t* blocks, int64_t begin, int64_t end,
-                int64_t group, float cap, float* scores, int64_t width, float* out) {
-    const int64_t dim = slab.head_dim, slots = slab.num_slots;
+void decode_one(const float* q, const Slab& slab, int64_t low_head, int64_t high_head, const int64_t* blocks,
+                int64_t begin, int64_t end, int64_t group, float cap, float* scores, int64_t width, float* out) {
+    const int64_t dim = slab.head_dim, slots = slab.num_slots, heads = high_head - low_head;
     const int64_t first = begin / slots, last = (end - 1) / slots, origin = first * slots;
-    for (int64_t b = first; b <= last; b++) {
-        const T* keys = slab.plane<T>(blocks[b], 0, head);
-        if (b < last) prefetch(slab.plane<T>(blocks[b + 1], 0, head), slots * dim);
-        for (int64_t g = 0; g < group; g++)
-            score_plane(q + g * dim, keys, slots, dim, scores + g * width + b * slots - origin);
-    }
-    for (int64_t g = 0; g < group; g++) {
+    for (int64_t b = first; b <= last; b++)
+        for (int64_t h = 0; h < heads; h++) {
+            const T* next = b < last ? slab.plane<T>(blocks[b + 1], 0, low_head + h) : nullptr;
+            score_plane(q + h * group * dim, group, slab.plane<T>(blocks[b], 0, low_head + h), next, slots, dim,
+                        scores + h * group * width + b * slots - origin, width);
+        }
+    for (int64_t g = 0; g < heads * group; g++) {
         float *row = scores + g * width, *to = out + g * dim;
         for (int64_t i = 0; i < begin - origin; i++) row[i] = LOWEST;
         const int64_t used = (end - origin + W - 1) / W * W;
@@ -152,43 +172,41 @@ void decode_one(const float* q, const Slab& slab, int64_t head, const int64_t* b
         for (int64_t i = 0; i < used; i += W) store(row + i, load(row + i) / total);
     }
     for (int64_t b = first; b <= last; b++) {
-        const T* values = slab.plane<T>(blocks[b], 1, head);
-        if (b < last) prefetch(slab.plane<T>(blocks[b + 1], 1, head), slots * dim);
         const int64_t base = b * slots, low = begin > base ? begin - base : 0;
         const int64_t high = end - base < slots ? end - base : slots;
-        for (int64_t g = 0; g < group; g++)
-            mix_plane(scores + g * width + base - origin, values, low, high, dim, out + g * dim);
+        for (int64_t h = 0; h < heads; h++) {
+            const T* values = slab.plane<T>(blocks[b], 1, low_head + h);
+            const T* next = b < last ? slab.plane<T>(blocks[b + 1], 1, low_head + h) : nullptr;
+            for (int64_t g = 0; g < group; g++) {
+                const int64_t part = slots / (group < 4 ? group : 4);
+                if (next && g < 4) prefetch(next + g * part * dim, part * dim);
+                const int64_t at = h * group + g;
+                mix_plane(scores + at * width + base - origin, values, low, high, dim, out + at * dim);
+            }
+        }
     }
 }
-
-struct Decode {
-    const float* q;  // [T, H, D]
-    Slab slab;
-    const int64_t *rows, *table, *lens;  // [B], [B, max_blocks], [B]
-    int64_t num_seqs, max_blocks, num_heads;
-    Rule rule;
-    void* out;  // [T, H, D]
-    int num_threads;
-};
 
 template <class T>
 void decode(const Decode& job) {
     const int64_t dim = job.slab.head_dim, heads = job.slab.num_kv_heads, group = job.num_heads / heads;
     const int64_t width = (job.max_blocks * job.slab.num_slots + W - 1) / W * W;
+    const int64_t at_once = job.num_seqs < job.num_threads ? 1 : heads, parts = heads / at_once;
 #pragma omp parallel num_threads(job.num_threads) if (job.num_threads > 1)
     {
-        std::vector<float> scratch(group * (width + 2 * dim));
-        float *q = scratch.data(), *mixed = q + group * dim, *scores = mixed + group * dim;
+        std::vector<float> scratch(at_once * group * (width + 2 * dim));
+        float *q = scratch.data(), *mixed = q + at_once * group * dim, *scores = mixed + at_once * group * dim;
 #pragma omp for schedule(dynamic)
-        for (int64_t unit = 0; unit < job.num_seqs * heads; unit++) {
-            const int64_t seq = unit / heads, head = unit % heads, capacity = job.max_blocks * job.slab.num_slots;
+        for (int64_t unit = 0; unit < job.num_seqs * parts; unit++) {
+            const int64_t seq = unit / parts, head = unit % parts * at_once;
+            const int64_t capacity = job.max_blocks * job.slab.num_slots, size = at_once * group * dim;
             const int64_t end = job.lens[seq] < capacity ? job.lens[seq] : capacity;
             const int64_t at = (job.rows[seq] * job.num_heads + head * group) * dim;
-            for (int64_t i = 0; i < group * dim; i++) q[i] = job.q[at + i] * job.rule.scale;
+            for (int64_t i = 0; i < size; i++) q[i] = job.q[at + i] * job.rule.scale;
             const int64_t begin = job.rule.window && end > job.rule.window ? end - job.rule.window : 0;
-            decode_one<T>(q, job.slab, head, job.table + seq * job.max_blocks, begin, end, group, job.rule.cap,
-                          scores, width, mixed);
-            for (int64_t i = 0; i < group * dim; i++) from_float((T*)job.out + at + i, mixed[i]);
+            decode_one<T>(q, job.slab, head, head + at_once, job.table + seq * job.max_blocks, begin, end, group,
+                          job.rule.cap, scores, width, mixed);
+            for (int64_t i = 0; i < size; i++) from_float((T*)job.out + at + i, mixed[i]);
         }
     }
 }

@@ -18,17 +18,7 @@ from engine.kernels.native import kernels, ops
 from engine.spec import AttentionRule
 from engine.weights import Linear
 
-
-def pack(layer: Linear) -> None:
-    """Every matrix, also one that others would leave plain."""
-    if layer.packed is not None:
-        return
-    if layer.quantized is not None:
-        kernels.pack(layer)
-    elif layer.weight is not None:
-        layer.packed = ops.pack_numbers(layer.weight)
-        layer.weight = None
-        layer.bias = None if layer.bias is None else layer.bias.float()
+pack = kernels.pack_panels
 
 
 def linear(x: Tensor, layer: Linear) -> Tensor:

@@ -2,7 +2,9 @@
 
     quantized weights    compiled products; beyond a few rows, where the CPU multiplies bfloat16 natively, oneDNN with
                          the weights expanded for the call
-    float weights        `cpu`: oneDNN with packed weights
+    float weights        compiled products, too, which widen bfloat16 as they read it (docs/engine.md: half of oneDNN's
+                         time for one row, about as long for many); where the CPU multiplies bfloat16 natively, `cpu`:
+                         oneDNN with packed weights
     all between          compiled, one pass each: norm with addition, heads with rotation and KV, gate, attention
 
 `cpu` is asked wherever the compiled functions do not know a shape.
@@ -24,13 +26,23 @@ MIN_EXPANDED_ROWS = 32
 
 
 def pack(layer: Linear) -> None:
-    """As cpu.pack; a quantized matrix is brought into the order of its kernel, and its blocks are dropped."""
-    if layer.quantized is None:
+    """A matrix is brought into the order of its kernel, and what it was is dropped: a head needs no plain weight, since
+    its logits are exact. Packing twice is packing once."""
+    if layer.quantized is None and has_native_bf16():
         if layer.packed is None:
             cpu.pack(layer)
         return
-    layer.packed = ops.pack(layer.quantized)
-    layer.quantized = None
+    pack_panels(layer)
+
+
+def pack_panels(layer: Linear) -> None:
+    """As `pack`, for the compiled products whatever the CPU."""
+    if layer.quantized is not None:
+        layer.packed = ops.pack(layer.quantized)
+        layer.quantized = None
+    elif layer.weight is not None:
+        layer.packed = ops.pack_numbers(layer.weight)
+        layer.weight = None
     layer.bias = None if layer.bias is None else layer.bias.float()
 
 
@@ -46,7 +58,7 @@ def linear(x: Tensor, layer: Linear) -> Tensor:
 
 
 def logits(x: Tensor, head: Linear) -> Tensor:
-    """As reference.logits; of a quantized head all are exact up to float32."""
+    """As reference.logits; of compiled products all are exact up to float32."""
     if isinstance(head.packed, ops.Panels):
         return ops.linear(x, head.packed, head.bias)
     return cpu.logits(x, head)

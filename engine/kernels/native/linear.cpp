@@ -158,26 +158,42 @@ struct Product {
     int num_threads;
 };
 
+// Rows [low, low + R) times `width` panels, which lie in the cache from the second tile of rows on.
 template <template <int> class Format, int R, int P>
+void fused_tile(const Product& job, int64_t low, int64_t p, int64_t width, float* sums) {
+    const int64_t num_groups = job.num_k / GROUP, column = p * PANEL, wide = width * PANEL;
+    const uint8_t* panel = job.panels + p * num_groups * Format<1>::GROUP_BYTES;
+    const float* x = job.x + low * job.num_k;
+    if (width == P)
+        fused<Format<P>, R>(x, job.num_k, panel, num_groups, sums);
+    else
+        fused<Format<1>, R>(x, job.num_k, panel, num_groups, sums);
+    const int64_t left = job.num_columns - column;
+    deliver(sums, wide, R, left < wide ? left : wide, job.bias ? job.bias + column : nullptr,
+            job.out + low * job.num_columns + column, job.num_columns);
+}
+
+constexpr int MAX_FUSED_TILE = 5;  // more rows would not fit into the registers of AVX2
+
+template <template <int> class Format, int P>
 void few_rows(const Product& job) {
-    using Codec = Format<P>;
-    const int64_t num_groups = job.num_k / GROUP, num_panels = (job.num_columns + PANEL - 1) / PANEL;
-    const int64_t panel_bytes = num_groups * Codec::GROUP_BYTES;
+    const int64_t num_panels = (job.num_columns + PANEL - 1) / PANEL;
 #pragma omp parallel for num_threads(job.num_threads) if (job.num_threads > 1)
     for (int64_t at = 0; at < num_panels; at += P) {
-        float sums[R * P * PANEL];
-        for (int64_t p = at; p < at + P && p < num_panels;) {
-            const int64_t column = p * PANEL;
-            const int64_t width = p + P <= num_panels ? P : 1;
-            const uint8_t* panel = job.panels + p * panel_bytes;
-            if (width == P)
-                fused<Codec, R>(job.x, job.num_k, panel, num_groups, sums);
-            else
-                fused<Format<1>, R>(job.x, job.num_k, panel, num_groups, sums);
-            const int64_t left = job.num_columns - column, wide = width * PANEL;
-            deliver(sums, wide, R, left < wide ? left : wide, job.bias ? job.bias + column : nullptr,
-                    job.out + column, job.num_columns);
-            p += width;
+        float sums[MAX_FUSED_TILE * P * PANEL];
+        for (int64_t p = at, width; p < at + P && p < num_panels; p += width) {
+            width = p + P <= num_panels ? P : 1;
+            int64_t num_tiles = (job.num_rows + MAX_FUSED_TILE - 1) / MAX_FUSED_TILE;
+            for (int64_t low = 0, rows; low < job.num_rows; low += rows, num_tiles--) {
+                rows = (job.num_rows - low + num_tiles - 1) / num_tiles;
+                switch (rows) {
+                    case 1: fused_tile<Format, 1, P>(job, low, p, width, sums); break;
+                    case 2: fused_tile<Format, 2, P>(job, low, p, width, sums); break;
+                    case 3: fused_tile<Format, 3, P>(job, low, p, width, sums); break;
+                    case 4: fused_tile<Format, 4, P>(job, low, p, width, sums); break;
+                    default: fused_tile<Format, 5, P>(job, low, p, width, sums); break;
+                }
+            }
         }
     }
 }
@@ -215,26 +231,21 @@ void many_rows(const Product& job) {
 // Panels at once, for one row and for more: four sums at least; AVX-512 has twice the registers, each as wide as a panel.
 constexpr int FEW = NV == 1 ? 4 : 2;
 constexpr int SOME = NV == 1 ? 2 : 1;
-constexpr int MAX_FUSED_TILE = 5;   // more rows would not fit into the registers of AVX2
 constexpr int64_t MAX_FUSED_ROWS = 10;  // beyond, expanding a panel once pays
+constexpr int64_t MAX_ROWS = 256;       // of x at once: more would leave the second-level cache for each panel
 
 template <template <int> class Format>
 void product(const Product& whole) {
-    if (whole.num_rows > MAX_FUSED_ROWS) return many_rows<Format<1>>(whole);
-    int64_t num_tiles = (whole.num_rows + MAX_FUSED_TILE - 1) / MAX_FUSED_TILE;
-    for (int64_t low = 0; low < whole.num_rows; num_tiles--) {
+    if (whole.num_rows == 1) return few_rows<Format, FEW>(whole);
+    if (whole.num_rows <= MAX_FUSED_ROWS) return few_rows<Format, SOME>(whole);
+    int64_t num_parts = (whole.num_rows + MAX_ROWS - 1) / MAX_ROWS;
+    for (int64_t low = 0; low < whole.num_rows; num_parts--) {
         Product job = whole;
-        job.num_rows = (whole.num_rows - low + num_tiles - 1) / num_tiles;
+        job.num_rows = (whole.num_rows - low + num_parts - 1) / num_parts;
         job.x += low * job.num_k;
         job.out += low * job.num_columns;
         low += job.num_rows;
-        switch (job.num_rows) {
-            case 1: few_rows<Format, 1, FEW>(job); break;
-            case 2: few_rows<Format, 2, SOME>(job); break;
-            case 3: few_rows<Format, 3, SOME>(job); break;
-            case 4: few_rows<Format, 4, SOME>(job); break;
-            default: few_rows<Format, 5, SOME>(job); break;
-        }
+        many_rows<Format<1>>(job);
     }
 }
 
