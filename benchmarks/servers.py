@@ -4,7 +4,7 @@
                                       └ its lines, as they come
 
 A mode is compared with another at equal cost: where one has P prefill and D decode workers, colocated has P + D
-workers that do both.
+workers that do both. local-only has P and D, but every prompt is read by a decode worker: what the handoff is good for.
 """
 
 from __future__ import annotations
@@ -52,14 +52,9 @@ class Arm:
 
     @classmethod
     def of(cls, mode: str, split: str = "1:1") -> Self:
-        """`split`: P:D workers. Raises ValueError for a mode or a split that this version cannot run."""
+        """`split`: P:D workers. Raises ValueError for a mode or a split that there is not."""
         if mode not in MODES:
             raise ValueError(f"mode: expected one of {', '.join(MODES)} but got {mode!r}")
-        if mode == "local-only":
-            raise ValueError(
-                "mode local-only: this version has no setting that keeps every prompt on decode beside a prefill "
-                "pool; colocated is what serves without handing over"
-            )
         match = re.fullmatch(r"(\d+):(\d+)", split)
         if match is None or min(map(int, match.groups())) < 1:
             raise ValueError(f"split: expected P:D with at least one worker each but got {split!r}")
@@ -84,7 +79,8 @@ class Arm:
 
     def overrides(self) -> dict[str, Any]:
         """Dotted keys of Baton's configuration."""
-        return {"prefill.num_replicas": self.num_prefills, "decode.num_replicas": self.num_decodes}
+        sizes = {"prefill.num_replicas": self.num_prefills, "decode.num_replicas": self.num_decodes}
+        return {**sizes, "coordinator.placement": "local"} if self.mode == "local-only" else sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ class Sweep(BaseModel):
         return Launch(self.model, Path(self.config) if self.config else None, self.settings)
 
     def arms(self) -> list[Arm]:
-        """Raises ValueError for a mode that this version cannot run. Splits of one total are one colocated arm."""
+        """Raises ValueError for a mode that there is not. Splits of one total are one colocated arm."""
         return list(dict.fromkeys(Arm.of(mode, split) for split in self.splits for mode in self.modes))
 
     def identity(self, target: str) -> dict[str, Any]:
@@ -216,7 +216,7 @@ class Cell:
 def cells(sweep: Sweep, given: str | None = None) -> list[Cell]:
     """In the order in which they run. `given`: the name of a server that runs already, instead of the modes.
 
-    Raises ValueError for a mode that this version cannot run.
+    Raises ValueError for a mode that there is not.
     """
     arms: list[Arm | None] = [None] if given is not None else [*sweep.arms()]
     grid = [(arm, seed) for seed in sweep.seeds for arm in arms]

@@ -96,6 +96,10 @@ class CoordinatorConfig(Section):
 
     num_replicas: int = Field(1, ge=1, description="Ingress replicas.")
     num_cpus: float = Field(0.5, ge=0, description="Ray CPUs per ingress replica.")
+    placement: Literal["auto", "local"] = Field(
+        "auto",
+        description="auto: each request where it is predicted to be served best, or by load; local: decode workers read every prompt themselves, and prefill workers have nothing to do. For comparisons.",
+    )
     max_queue: int = Field(
         128, ge=0, description="Requests waiting for a place; one more is refused with 503 + Retry-After."
     )

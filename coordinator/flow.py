@@ -265,7 +265,7 @@ class Flow:
         if self._num_running >= self._config.coordinator.max_running:
             return NotNow("max_running", 0)
         ask = replace(ask, waited_s=time.monotonic() - arrived_s)
-        answer = self.predictor.place(ask, self._fleet.views("prefill"), self._writers())
+        answer = self.predictor.place(ask, self._readers(), self._writers())
         if isinstance(answer, NotNow):
             return answer
         run = self._make_run(ask.request, answer)
@@ -335,7 +335,10 @@ class Flow:
 
     def _num_readers(self) -> float:
         """Workers that read prompts all the time."""
-        return float(len(self._fleet.views("prefill")) or len(self._fleet.views("decode")) or 1)
+        return float(len(self._readers()) or len(self._fleet.views("decode")) or 1)
+
+    def _readers(self) -> list[WorkerView]:
+        return [] if self._config.coordinator.placement == "local" else self._fleet.views("prefill")
 
     def _writers(self) -> list[WorkerView]:
         views = self._fleet.views("decode")

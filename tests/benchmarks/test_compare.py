@@ -140,7 +140,7 @@ def test_who_takes_part_is_read_from_one_word() -> None:
     ("change", "message"),
     [
         (["--server", "nourl"], "expected NAME=URL but got 'nourl'"),
-        (["--baton", "local-only"], "mode local-only: this version has no setting"),
+        (["--baton", "nowhere"], "mode: expected one of disaggregated, colocated, local-only"),
         (["--colour", "red"], "unrecognized arguments: --colour red"),
     ],
 )

@@ -26,18 +26,23 @@ def test_a_mode_is_compared_at_equal_numbers_of_workers() -> None:
     )
     assert Arm.parse("disaggregated") == Arm.of("disaggregated", "1:1")
     assert Arm.parse("colocated:2:1") == Arm.of("colocated", "2:1")
+    assert Arm.of("local-only", "2:1").overrides() == {
+        "prefill.num_replicas": 2,
+        "decode.num_replicas": 1,
+        "coordinator.placement": "local",
+    }
 
 
 @pytest.mark.parametrize(
     ("mode", "split", "message"),
     [
-        ("local-only", "1:1", "mode local-only: this version has no setting"),
+        ("local-only", "1:0", "split: expected P:D"),
         ("both", "1:1", "expected one of disaggregated, colocated, local-only but got 'both'"),
         ("disaggregated", "0:1", "split: expected P:D"),
         ("colocated", "1-1", "split: expected P:D"),
     ],
 )
-def test_what_this_version_cannot_run_is_refused_by_name(mode: str, split: str, message: str) -> None:
+def test_what_there_is_not_is_refused_by_name(mode: str, split: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Arm.of(mode, split)
 

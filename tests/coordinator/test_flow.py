@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -84,8 +85,15 @@ async def test_a_token_told_twice_is_passed_on_once() -> None:
         assert await collect(s, request()) == [*expected(4), Finished("length")]
 
 
-async def test_without_a_prefill_worker_decode_reads_the_prompt() -> None:
-    async with scene(FakeWorker("decode", "d1")) as s:
+@pytest.mark.parametrize(
+    ("workers", "overrides"),
+    [(lambda: [FakeWorker("decode", "d1")], {}), (pair, {"placement": "local"})],
+    ids=["nobody else", "placement local"],
+)
+async def test_without_a_prefill_worker_decode_reads_the_prompt(
+    workers: Callable[[], Sequence[FakeWorker]], overrides: dict[str, object]
+) -> None:
+    async with scene(*workers(), **overrides) as s:
 
         def script(channel: Channel, command: Prefill) -> None:
             assert command.ticket is None
