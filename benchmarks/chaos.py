@@ -47,6 +47,9 @@ PATIENCE_S = 240.0  # with one request: several lost workers, each of whose repl
 REST_S = 60.0
 SAMPLE_PERIOD_S = 1.0
 WARM_S = 30.0  # of a process's life, in which its caches fill
+POOL_BYTES = (
+    128 << 20
+)  # so small that all of it has been written in WARM_S: a pool's memory comes when it is written
 JUDGED_S = 60.0  # a process that was not seen for so long after that tells nothing
 MIN_COMPLETED = 0.995
 MOST_GROWTH_MB = 48.0  # what an allocator may take within a run, however long that is
@@ -323,9 +326,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     plan = Plan(60.0 * args.minutes, args.every, args.streams, args.seed)
     try:
-        host = (
-            GivenHost(args.url) if args.url else OurHost(Launch(), lambda line: print(line, file=sys.stderr))
-        )
+        ours = Launch(settings={"engine.kv_cache_bytes": POOL_BYTES})
+        host = GivenHost(args.url) if args.url else OurHost(ours, lambda line: print(line, file=sys.stderr))
         with host.open(None if args.url else Arm.of("disaggregated", args.split)) as url:
             seen = run_async(measure(Target(url, timeout_s=PATIENCE_S), plan))
     except (ValueError, aiohttp.ClientError, OSError, TimeoutError, ServerError) as error:
