@@ -58,18 +58,8 @@ class Move:
 
         Raises WorkerLostError if the source is gone.
         """
-        request, source, target = self.request, self.source.info, self.target.info
-        ticket = Ticket(
-            self._handoff_id,
-            request.request_id,
-            source.worker_id,
-            source.incarnation,
-            target.worker_id,
-            target.incarnation,
-            request.num_known_tokens,
-            prompt_hash(request.prompt_ids + request.output_ids, request.salt),
-        )
-        max_tokens = request.num_known_tokens + self._num_more
+        ticket = ticket_of(self._handoff_id, self.request, self.source, self.target)
+        max_tokens = self.request.num_known_tokens + self._num_more
         self.source.send(Migrate(request_id, sign(ticket, secret), num_cached, max_tokens))
 
 
@@ -77,3 +67,17 @@ def as_moved(request: GenerateRequest, output_ids: list[int], number: int) -> Ge
     """`request` with `output_ids` out, as another worker gets it, under an id of its own."""
     moved_id = f"{request.request_id}m{number}"
     return replace(request, request_id=moved_id, output_ids=tuple(output_ids[:-1]))
+
+
+def ticket_of(handoff_id: str, request: GenerateRequest, source: WorkerLink, target: WorkerLink) -> Ticket:
+    """For the KV of all tokens of `request`, between these lives of two workers."""
+    return Ticket(
+        handoff_id,
+        request.request_id,
+        source.info.worker_id,
+        source.info.incarnation,
+        target.info.worker_id,
+        target.info.incarnation,
+        request.num_known_tokens,
+        prompt_hash(request.prompt_ids + request.output_ids, request.salt),
+    )

@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from contracts.blocks import prompt_hash
 from contracts.config import BatonConfig
 from contracts.errors import (
     BatonError,
@@ -29,9 +28,9 @@ from contracts.errors import (
 )
 from contracts.messages import HandedOff, Prefill, Reserve, Reserved, Role, Stayed
 from contracts.request import Finished, GenerateRequest, Token
-from contracts.ticket import Ticket, sign
+from contracts.ticket import sign
 from coordinator.links import Event, MoveOn, WorkerLink
-from coordinator.move import RETRY_S, Find, Move, as_moved
+from coordinator.move import RETRY_S, Find, Move, as_moved, ticket_of
 
 Hold = Callable[[Role, str, str], None]
 """(role, replica_id, request_id): enter the request in Serve's books on that worker, which ends the entry itself."""
@@ -135,19 +134,8 @@ class Run:
         if self.prefill is None:
             worker.send(Prefill(self.request))
             return
-        request, source, target = self.request, self.prefill.info, self.decode.info
-        known = request.prompt_ids + request.output_ids
-        ticket = Ticket(
-            self._handoff_id,
-            request.request_id,
-            source.worker_id,
-            source.incarnation,
-            target.worker_id,
-            target.incarnation,
-            len(known),
-            prompt_hash(known, request.salt),
-        )
-        worker.send(Prefill(request, sign(ticket, self._means.secret), self._num_cached))
+        ticket = ticket_of(self._handoff_id, self.request, self.prefill, self.decode)
+        worker.send(Prefill(self.request, sign(ticket, self._means.secret), self._num_cached))
 
     async def events(self, deadline: float) -> AsyncGenerator[Token | Finished, None]:
         """Tokens by index, whichever worker sent them first, then Finished."""

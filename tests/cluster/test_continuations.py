@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -30,18 +31,26 @@ STATES: dict[str, dict[str, Any]] = {
 }
 
 
+def cut(cluster: LocalCluster) -> None:
+    """Every connection between coordinator and workers."""
+    for worker in cluster.workers.values():
+        for channel in list(worker._channels):
+            channel.abort()
+
+
 async def events_of(
-    cluster: LocalCluster, request: GenerateRequest, cut_after: frozenset[int] = frozenset()
+    cluster: LocalCluster,
+    request: GenerateRequest,
+    after: frozenset[int] = frozenset(),
+    do: Callable[[LocalCluster], None] = cut,
 ) -> list[Token | Finished]:
-    """All events. After each token of `cut_after`, every connection between coordinator and workers is cut."""
+    """All events, with `do` after each token of `after`."""
     events: list[Token | Finished] = []
     async with aclosing(cluster.flow.generate(request, 60.0)) as stream:
         async for event in stream:
             events.append(event)
-            if isinstance(event, Token) and event.index in cut_after:
-                for worker in cluster.workers.values():
-                    for channel in list(worker._channels):
-                        channel.abort()
+            if isinstance(event, Token) and event.index in after:
+                do(cluster)
     return events
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from contracts.request import Finished, GenerateRequest, Token
+from contracts.request import Finished, Token
 from engine.loop import Work
-from tests.cluster.test_continuations import PROMPT, STATES, state_of
+from tests.cluster.test_continuations import PROMPT, STATES, events_of, state_of
 from tests.local_cluster import LocalCluster, greedy, local_cluster
 from worker.worker import Worker
 
@@ -74,18 +74,10 @@ def num_moved(cluster: LocalCluster) -> int:
     )
 
 
-async def events_of(
-    cluster: LocalCluster, request: GenerateRequest, leave_at: frozenset[int] = frozenset()
-) -> list[Token | Finished]:
-    """All events; after each token of `leave_at` the worker that decodes is taken away, until it is empty."""
-    events: list[Token | Finished] = []
-    async with aclosing(cluster.flow.generate(request, 60.0)) as stream:
-        async for event in stream:
-            events.append(event)
-            if isinstance(event, Token) and event.index in leave_at:
-                listed_again(cluster)
-                leave(cluster)
-    return events
+def take_away(cluster: LocalCluster) -> None:
+    """The worker that decodes, until it is empty."""
+    listed_again(cluster)
+    leave(cluster)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +91,9 @@ async def test_a_stream_that_moves_is_the_one_that_stays(
         whole = await events_of(cluster, request)
         for number, leave_at in enumerate([frozenset({1}), frozenset({9}), frozenset({2, 14, 25})]):
             before = num_moved(cluster)
-            moved = await events_of(cluster, replace(request, request_id=f"moves{number}"), leave_at)
+            moved = await events_of(
+                cluster, replace(request, request_id=f"moves{number}"), leave_at, take_away
+            )
             assert state_of(moved) == state_of(whole), leave_at
             assert num_moved(cluster) > before
             listed_again(cluster)
@@ -110,7 +104,7 @@ async def test_a_move_reads_no_prompt_again(tiny_model: Path) -> None:
     async with two_decodes(tiny_model) as cluster:
         request = greedy("warm", PROMPT, NUM_TOKENS, ignore_eos=True)
         before = num_read(cluster)
-        events = await events_of(cluster, request, frozenset({3}))
+        events = await events_of(cluster, request, frozenset({3}), take_away)
         assert num_read(cluster) - before == len(PROMPT)
         assert num_moved(cluster) == 1
         end = events[-1]
