@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import select
 import socket
 import struct
 from collections import deque
@@ -75,17 +76,16 @@ class StreamLink:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
+        if self._outbox:
+            # What is cut off is worth nothing: without this, TCP would tell the peer of the end only behind it.
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._reader.cancel()
         self._writer.cancel()
-        ended = asyncio.gather(self._reader, self._writer, return_exceptions=True)
-        # NOTE: as a callback, because whoever closes may be cancelled himself; and not before both have let go of it.
-        ended.add_done_callback(lambda _: self._sock.close())
-        try:
-            await ended
-        finally:
-            # A task that was cancelled before its first step never ran its own clean-up.
-            self._fail_receives()
-            self._fail_sends()
+        await asyncio.gather(self._reader, self._writer, return_exceptions=True)
+        # NOTE: a task that was cancelled before its first step never ran its own clean-up.
+        self._fail_receives()
+        self._fail_sends()
+        self._sock.close()
 
     async def _read(self) -> None:
         header = memoryview(bytearray(_HEADER.size))
@@ -103,10 +103,7 @@ class StreamLink:
     async def _take(self, tag: int, length: int) -> None:
         """One payload into its buffer. The Op stays in the table meanwhile, so that a failure reaches it."""
         if tag not in self._posted:
-            posted = self._loop.create_future()
-            self._awaited = (tag, posted)
-            await posted
-            self._awaited = None
+            await self._until_posted(tag)
         buffer, op = self._posted[tag]
         if length <= len(buffer):
             await self._fill(buffer[:length])
@@ -120,6 +117,14 @@ class StreamLink:
             left -= min(left, SCRAP_BYTES)
         del self._posted[tag]
         op.fail(TransferTruncated(f"expected at most {len(buffer)} bytes but peer sent {length}"))
+
+    async def _until_posted(self, tag: int) -> None:
+        """Raises OSError if the peer leaves first. With its payload unread no read would ever tell."""
+        posted = self._loop.create_future()
+        self._awaited = (tag, posted)
+        with _left(self._loop, self._sock, posted):
+            await posted
+        self._awaited = None
 
     async def _fill(self, buffer: memoryview) -> None:
         await receive(self._loop, self._sock, buffer)
@@ -230,6 +235,30 @@ class Door:
     def _spawn(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+@contextlib.contextmanager
+def _left(
+    loop: asyncio.AbstractEventLoop, sock: socket.socket, future: asyncio.Future[None]
+) -> Iterator[None]:
+    """Within, `future` fails when the other end of `sock` closes, unread bytes or not. On Linux; elsewhere the owner of
+    the link, whose control connection ends as well, has to close it.
+    """
+    if not hasattr(select, "epoll"):
+        yield
+        return
+
+    def fail() -> None:
+        if not future.done():
+            future.set_exception(ConnectionResetError("peer closed the data link"))
+
+    with select.epoll() as hangup:
+        hangup.register(sock, select.EPOLLRDHUP)
+        loop.add_reader(hangup.fileno(), fail)
+        try:
+            yield
+        finally:
+            loop.remove_reader(hangup.fileno())
 
 
 async def receive(loop: asyncio.AbstractEventLoop, sock: socket.socket, buffer: memoryview) -> None:

@@ -40,7 +40,12 @@ def test_the_first_signal_drains_and_the_second_one_ends(rays: FunctionType) -> 
 
 
 def test_a_handler_of_somebody_else_is_left_alone() -> None:
-    assert not drain_on_sigterm(lambda: None)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's own may be there, from other tests
+    try:
+        assert not drain_on_sigterm(lambda: None)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_rays_handler_is_the_one_that_we_know() -> None:
