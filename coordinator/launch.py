@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib
 import json
 import logging
@@ -40,7 +41,8 @@ from coordinator.progress import WorkerLog, reason_of
 
 READY_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 45.0  # beyond the drain
-_READY_INTERVAL_S = 0.1
+_READY_INTERVAL_S = 0.2
+_FAILURES_INTERVAL_S = 1.0
 _STILL_S = 10.0
 _HTTP_TIMEOUT_S = 5.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -145,8 +147,10 @@ def _serve(args: argparse.Namespace, config: BatonConfig, build: Build) -> int:
     instance = claim_port(config.server.host, config.server.port)
     drain_s = None
     try:
+        gc.disable()  # all that a start loads is kept, and looking through it takes a sixth of the time of loading
         with stages:
             _start(instance, args, config, build, stages)
+        gc.enable()
         drain_s = config.decode.drain_timeout_s
         _summary(instance.claim, stages)
         wait_lost(instance)
@@ -207,22 +211,27 @@ def _start(
     )
     stages.begin("starting the workers: loading and warming up")
     with WorkerLog(instance.run_dir, stages):
-        try:
-            serve.run(application.result(), name="baton", logging_config={"log_level": "WARNING"})
-        except RuntimeError as error:
-            raise RuntimeError(_failures() or str(error)) from error
-        _wait_ready(instance.claim.url, stages)
+        # NOTE: not serve.run, which looks once a second whether all is up.
+        serve.run_many(
+            [serve.RunTarget(application.result(), name="baton", logging_config={"log_level": "WARNING"})],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+        _wait_ready(instance.claim.url, stages, _failures)
 
 
 def _failures() -> str:
-    """What Serve knows of the deployments that could not start: `name: the replica's own message`, one a line."""
+    """What Serve knows of deployments that could not start: `name: the replica's own message`; "" while it tries."""
     from ray import serve
 
     found = []
     for application in serve.status().applications.values():
+        if application.status.name != "DEPLOY_FAILED":
+            continue
         for name, deployment in application.deployments.items():
             if "FAILED" in deployment.status.name or "UNHEALTHY" in deployment.status.name:
                 found.append(f"{name}: {reason_of(deployment.message)}")
+        found = found or [application.message]
     return "; ".join(found)
 
 
@@ -258,9 +267,12 @@ def _build_app(given: dict[str, str]) -> Any:
     return app.build(given if is_placed else {**given, "transfer.host": "127.0.0.1"})
 
 
-def _wait_ready(url: str, stages: Stages) -> None:
-    """Return when /ready answers 200. Raises TimeoutError with the last answer after READY_TIMEOUT_S."""
-    shown = ""
+def _wait_ready(url: str, stages: Stages, failures: Callable[[], str]) -> None:
+    """Return when /ready answers 200.
+
+    Raises RuntimeError for what `failures` tells, TimeoutError with the last answer after READY_TIMEOUT_S.
+    """
+    shown, asked_s = "", time.monotonic()
     while True:
         status, body = _get(f"{url}/ready")
         if status == 200:
@@ -269,10 +281,22 @@ def _wait_ready(url: str, stages: Stages) -> None:
             raise TimeoutError(
                 f"expected /ready to answer 200 within {READY_TIMEOUT_S:.0f} s but got {status}: {body}"
             )
-        if body != shown and status == 503:
-            stages(f"not ready yet: {body[:200]}")
-            shown = body
+        if time.monotonic() - asked_s > _FAILURES_INTERVAL_S:
+            if told := failures():
+                raise RuntimeError(told)
+            asked_s = time.monotonic()
+        reason = _reason_in(body) if status == 503 else shown
+        if reason != shown:
+            stages(f"not ready yet: {reason}")
+            shown = reason
         time.sleep(_READY_INTERVAL_S)
+
+
+def _reason_in(body: str) -> str:
+    """Of /ready's own 503; "" for another's: until there is an ingress, the proxy answers."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(body)["reason"])
+    return ""
 
 
 def _get(url: str) -> tuple[int, str]:
