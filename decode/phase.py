@@ -129,10 +129,9 @@ class DecodePhase:
 
         With `error` a sequence that had stopped for it ends: the target may have it, or not.
         """
-        is_leaving = request_id in self._departures.leaving
         departure = self._departures.closed(request_id)
         if departure is None or departure.is_over:
-            return is_leaving
+            return departure is None  # it was still leaving, or never began to
         departure.seq.is_ended = True
         with self._lock:
             self._here.pop(request_id, None)

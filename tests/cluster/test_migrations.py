@@ -14,11 +14,14 @@ import pytest
 
 from contracts.request import Finished, Token
 from engine.loop import Work
-from tests.cluster.test_continuations import PROMPT, STATES, events_of, state_of
+from tests.cluster.test_continuations import PROMPT, events_of, state_of
+from tests.cluster.test_continuations import STATES as SHORT_STATES
 from tests.local_cluster import LocalCluster, greedy, local_cluster
 from worker.worker import Worker
 
 NUM_TOKENS = 40
+# Its answers end at min_tokens: none may end while it is asked to move.
+STATES = SHORT_STATES | {"min_tokens": SHORT_STATES["min_tokens"] | {"min_tokens": 35}}
 STEP_S = 0.01
 
 
@@ -119,12 +122,24 @@ async def test_many_streams_move_at_once_and_every_block_comes_back(tiny_model: 
     async with two_decodes(tiny_model) as cluster:
         requests = [greedy(f"r{i}", PROMPT[i:], 60, ignore_eos=True) for i in range(6)]
         alone = [(await cluster.run(request))[0] for request in requests]
+        before = num_moved(cluster)
 
         async def disturb() -> None:
-            for _ in range(6):
-                await asyncio.sleep(0.15)
+            """One decode worker after the other is taken away, until nobody is there."""
+            infos = [worker.info for worker in cluster.workers.values() if worker.info.role == "decode"]
+            for number in range(4):
+                away = infos[number % 2].worker_id
+                cluster.fleet.sync("decode", [info for info in infos if info.worker_id != away])
+                while any(
+                    link.info.worker_id == away and link.num_requests for link in cluster.fleet.links()
+                ):
+                    await cluster.fleet.changed(1.0)
                 listed_again(cluster)
-                leave(cluster)
+                async with asyncio.timeout(20):
+                    while not any(
+                        view.worker_id == away and view.peers for view in cluster.fleet.views("decode")
+                    ):
+                        await cluster.fleet.changed(1.0)
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(disturb())
@@ -132,6 +147,7 @@ async def test_many_streams_move_at_once_and_every_block_comes_back(tiny_model: 
                 tasks.create_task(cluster.run(replace(r, request_id=f"m{r.request_id}"))) for r in requests
             ]
         assert [run.result()[0] for run in runs] == alone
+        assert num_moved(cluster) > before
         listed_again(cluster)
         await cluster.settled()
 

@@ -185,6 +185,7 @@ def test_only_what_runs_may_leave_and_only_with_what_the_target_can_know() -> No
     )  # all of its tokens: nothing is left to tell
     assert not worker.decode.migrate(request.request_id, sink, 10, 9)  # more than there is room for
     assert sink.readies == []
+    assert worker.decode.handed_off(request.request_id, LOST) is True  # whoever refused is told that it stays
     worker.run()
     assert worker.finished(request.request_id).reason == "length"
 
