@@ -107,6 +107,10 @@ class Fleet:
         """Listed, live, ready workers, whatever their label."""
         return [self._view(link) for link in self._links.values() if self._is_usable(link)]
 
+    def num_open(self, role: Role) -> int:
+        """How many `views` would tell of."""
+        return sum(self._is_open(link, role) for link in self._links.values())
+
     def num_ready(self, pool: Role) -> int:
         return sum(self._is_usable(link) for link in self._links.values() if link.info.role == pool)
 
@@ -225,9 +229,8 @@ class Fleet:
         if self._is_staying(link) or worker_id not in self._links:
             self._stays(worker_id)
         elif worker_id not in self._leaving:
-            pool = self._config.prefill if role == "prefill" else self._config.decode
             loop = asyncio.get_running_loop()
-            grace_s = MOVE_SHARE * pool.drain_timeout_s
+            grace_s = MOVE_SHARE * self._config.pool(role).drain_timeout_s
             self._leaving[worker_id] = loop.call_later(grace_s, self._end_grace, worker_id)
             self._ask_to_move(worker_id)
 
@@ -291,9 +294,8 @@ class Fleet:
             self._told.pop(worker_id, None)
             return
         if link.label != "decode":
-            self._readers.add(
-                worker_id
-            )  # for good: its last handoffs need them, and a later order finds them ready
+            # For good: its last handoffs need the connections, and a later order finds them ready.
+            self._readers.add(worker_id)
         told, is_reader = self._told.get(worker_id), worker_id in self._readers
         if told is None or told[0] is not self._peers or told[1] != is_reader:
             with suppress(WorkerLostError):  # just lost: it is told when it is back

@@ -81,11 +81,11 @@ class Flow:
         self._config = config
         self._fleet = fleet
         self._observer = observer
-        self._means = Means(config, secret, hold, observer, self._new_home)
+        self._room = Room()
+        self._means = Means(config, secret, hold, observer, self._new_home, self._room.moved)
         self._eos_ids = eos_ids
         self.predictor = Predictor(config)
-        """Why requests went where they went."""
-        self._room = Room()
+        """Chooses workers, and remembers why."""
         self._asked: dict[str, Ask] = {}  # of those in the line, by attempt
         self._line: Line[Run] = Line(
             config.coordinator.max_queue,
@@ -96,6 +96,7 @@ class Flow:
             config.slo.age_cap_s,
         )
         self._num_running = 0
+        self._reads_locally = config.coordinator.placement == "local"
 
     @property
     def num_waiting(self) -> int:
@@ -296,7 +297,10 @@ class Flow:
             await run.reserve(min(deadline, time.monotonic() + limit_s))
         except TryAgain as error:
             logger.debug("%s: %s", request.request_id, error.message)
-            self._room.refused(decode_id, run.decode.status, request.request_id)
+            if isinstance(
+                error, OverloadedError
+            ):  # its own word, or its silence; not that the reader was lost
+                self._room.refused(decode_id, run.decode.status, request.request_id)
             self._release(run)
             return False
         except BaseException:
@@ -316,7 +320,7 @@ class Flow:
     def _release(self, run: Run) -> None:
         """The run is over, however far it came."""
         self._num_running -= 1
-        self._room.left(run.reserved_id, run.request.request_id)
+        self._room.left(run.decode.info.worker_id, run.request.request_id)
         run.close()
 
     def _timed_out(self, story: Story, entry: Waiting, is_over: bool, patience_s: float) -> BatonError:
@@ -335,10 +339,11 @@ class Flow:
 
     def _num_readers(self) -> float:
         """Workers that read prompts all the time."""
-        return float(len(self._readers()) or len(self._fleet.views("decode")) or 1)
+        num = 0 if self._reads_locally else self._fleet.num_open("prefill")
+        return float(num or self._fleet.num_open("decode") or 1)
 
     def _readers(self) -> list[WorkerView]:
-        return [] if self._config.coordinator.placement == "local" else self._fleet.views("prefill")
+        return [] if self._reads_locally else self._fleet.views("prefill")
 
     def _writers(self) -> list[WorkerView]:
         views = self._fleet.views("decode")

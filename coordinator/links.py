@@ -150,9 +150,9 @@ class WorkerLink:
 
     def ask_one_to_move(self, free_share: float) -> None:
         """The youngest, which has most before it and least to copy, if there is a worker with so many free blocks."""
-        if len(self._sinks) > 1:  # alone it has nothing to make room for
-            sink = next(reversed(self._sinks.values()))
-            sink(MoveOn(free_share))
+        answered = [sink for request_id, sink in self._sinks.items() if request_id not in self._reading]
+        if answered and len(self._sinks) > 1:  # alone it has nothing to make room for
+            answered[-1](MoveOn(free_share))
 
     def give_up(self, error: BatonError) -> None:
         """Tell every request here to go elsewhere. Its flow then closes it, which cancels it on the worker."""

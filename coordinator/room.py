@@ -67,6 +67,13 @@ class Room:
             since.taken.pop(request_id, None)
             since.refused = math.inf
 
+    def moved(self, request_id: str, source_id: str, target_id: str) -> None:
+        """It goes on over there, which tells of its blocks itself."""
+        held = self._held.get(source_id, {}).get(request_id)
+        if held is not None:
+            self.left(source_id, request_id)
+            self._held.setdefault(target_id, {})[request_id] = held
+
     def forget_gone(self, live: Collection[str]) -> None:
         """Workers that are not in `live` will not report again."""
         if len(self._since) > len(live):

@@ -57,6 +57,8 @@ class Means:
     hold: Hold
     observer: Observer
     find: Find
+    moved: Callable[[str, str, str], None]
+    """(request_id, from, to): another worker decodes it from now on."""
 
 
 class Run:
@@ -72,8 +74,6 @@ class Run:
         self.request = request
         self.prefill = prefill
         self.decode = decode
-        self.reserved_id = decode.info.worker_id
-        """Where it began to be decoded, however far it moves."""
         self.handoff_s: float | None = 0.0 if prefill is None else None  # None: not told yet
         self._means = means
         self._config = means.config
@@ -214,8 +214,10 @@ class Run:
         self._next_move_s = now_s + RETRY_S
         request = as_moved(self.request, self._output_ids, self._num_moves + 1)
         target = self._means.find(request, link, free_share)
-        if target is None or target is self.prefill:  # a link carries one request of a run
+        if target is None or self._open.get(target):  # a link carries one request of a run
             return
+        if target is self.prefill:
+            self.prefill = None  # its reading is over: from now on it answers
         self._num_moves += 1
         move = self._move = Move(request, link, target)
         self._subscribe(target, request)
@@ -256,6 +258,7 @@ class Run:
     def _change_over(self, move: Move) -> None:
         self._ended(move.source)
         self.decode = move.target
+        self._means.moved(self.request.request_id, move.source.info.worker_id, move.target.info.worker_id)
         move.is_handed_off = True
         if move.is_through:
             self._move = None

@@ -12,6 +12,7 @@ from contracts.channel import Channel
 from contracts.errors import WireError, WorkerLostError
 from contracts.messages import Cancel, Ended, Message, Migrate, Peers, Prefill, Reserve, Stayed
 from contracts.request import Finished
+from contracts.roles import Duty
 from contracts.ticket import is_genuine
 from tests.coordinator.fake_worker import (
     SECRET,
@@ -96,6 +97,7 @@ async def assert_whole(s: Scene, migrations: list[str], *continuations: str) -> 
     assert got == [*expected(NUM_TOKENS), Finished("length")]
     assert s.recorder.migrations == migrations
     assert tuple(s.recorder.continuations) == continuations
+    assert not s.flow._room._held  # it is counted nowhere any more
 
 
 @pytest.mark.parametrize("is_told_to_end", [False, True])
@@ -125,6 +127,32 @@ async def test_a_stream_moves_with_its_kv_and_is_not_read_again(is_told_to_end: 
         assert (story.target.worker_id, ids[0]) in s.recorder.held
         listed = {view.worker_id for view in s.fleet.views("decode")}
         assert listed == {story.target.worker_id}  # nobody new goes to the one that leaves
+
+
+async def test_a_stream_may_move_to_the_worker_that_has_read_it() -> None:
+    reader, writer = workers(1)
+    reader.duty, writer.peers = Duty("mixed", 1), ("p1",)
+    async with scene(reader, writer) as s:
+        story = Story(s)
+        story.target_of = lambda _source: s["p1"]  # type: ignore[method-assign]
+
+        def move(command: Migrate) -> None:
+            story.handed_off()
+            story.from_target(command, 3, 4, 5, 6, 7, end=True)
+
+        story.on_migrate = move
+        await assert_whole(s, ["moved"])
+
+
+async def test_who_is_asked_to_let_one_go_lets_one_go_that_it_answers() -> None:
+    async with scene(*workers()) as s:
+        link, heard = s.fleet.link("d1"), list[str]()
+        link.open("answered", lambda _event: heard.append("answered"), 0)
+        link.open("read", lambda _event: heard.append("read"), 9, is_answered_here=False)
+        link.ask_one_to_move(0.3)
+        assert heard == ["answered"]
+        for name in ("answered", "read"):
+            link.close(name, cancel=False)
 
 
 @pytest.mark.parametrize("order", ["target first", "end first"])

@@ -96,6 +96,17 @@ async def test_a_refusal_is_not_asked_for_again_until_the_worker_tells_anew() ->
         assert [(await task)[-1] for task in tasks] == [Finished("length")] * 4
 
 
+async def test_a_reader_that_is_lost_says_nothing_of_the_room_at_decode() -> None:
+    async with scene(*pair()) as s:
+        s["d1"].on_reserve = lambda _channel, _command: None
+        task = asyncio.create_task(ask(s, named("r")))
+        await until(lambda: len(reserved(s)) == 1)
+        await s["p1"].kill()
+        await until(lambda: len(reserved(s)) == 2)  # d1 has told nothing since
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 async def test_leftover_requests_are_read_one_at_a_time_and_after_interactive_ones() -> None:
     async with scene(*pair()) as s:
         tasks = [asyncio.create_task(ask(s, named(name), BATCH)) for name in ("batch1", "batch2")]

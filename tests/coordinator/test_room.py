@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from coordinator.placement import WorkerView
 from coordinator.room import Held, Room
@@ -30,6 +31,17 @@ def test_what_left_before_the_next_report_is_free_again() -> None:
     room.took("d", REPORT, "a", Held(4, 8))
     room.left("d", "a")
     assert available(room) == 10
+    assert not room._held
+
+
+def test_a_stream_that_moves_counts_where_it_is_decoded() -> None:
+    room = Room()
+    room.took("d", REPORT, "a", Held(4, 8, itl_s=0.05, is_leftover=True))
+    room.moved("a", "d", "e")
+    here, there = room.seen(VIEW, REPORT), room.seen(replace(VIEW, worker_id="e"), REPORT)
+    assert here == VIEW
+    assert (there.num_leftover, there.leftover_blocks, there.gap_s) == (1, 8, 0.05)
+    room.left("e", "a")
     assert not room._held
 
 
