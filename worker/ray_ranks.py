@@ -19,8 +19,11 @@ class RankActor:
     def run(self, task: RankTask) -> None:
         """Returns never, or with what went wrong."""
         from worker.serving import log_to_stderr
+        from worker.sigterm import drain_on_sigterm
 
         log_to_stderr()
+        # A signal to the whole group reaches it, too: rank 0 drains first, and this rank ends with its connection.
+        drain_on_sigterm(lambda: None)
         run_rank(task)
 
 

@@ -64,9 +64,13 @@ class ServedWorker:
 
     async def _leave(self) -> None:
         """After the drain the process ends; Serve starts another one in its place."""
-        await self._worker.drain(self._grace_s)
-        await self._worker.close()
-        os._exit(0)
+        try:
+            await self._worker.drain(self._grace_s)
+            await self._worker.close()
+        except Exception:  # the process's outer edge: whatever it is, the process ends
+            logging.getLogger("baton.worker").exception("the drain failed")
+        finally:
+            os._exit(0)
 
     async def describe(self) -> WorkerInfo:
         """Who this worker is and where it listens."""

@@ -115,22 +115,27 @@ class Worker:
 
         Raises ConfigError if the model or the configuration does not fit.
         """
-        begun_s = time.monotonic()
-        self._event_loop = asyncio.get_running_loop()
         try:
-            model = await asyncio.to_thread(self._load, model_path)
-            loaded_s = time.monotonic()
-            await asyncio.to_thread(self._runner.warm_up)
+            return await self._start(model_path, host)
         except BaseException:
             self._ranks.close()
             raise
+
+    async def _start(self, model_path: Path, host: str) -> WorkerInfo:
+        begun_s = time.monotonic()
+        self._event_loop = asyncio.get_running_loop()
+        model = await asyncio.to_thread(self._load, model_path)
+        loaded_s = time.monotonic()
+        await asyncio.to_thread(self._runner.warm_up)
         warm_s = time.monotonic()
         logger.info(
             "%s: %s loaded in %.1f s, warm in %.1f s, %d KV blocks",
             self._worker_id, model_path.name, loaded_s - begun_s, warm_s - loaded_s, self._pool.num_blocks,
         )  # fmt: skip
         host = host or _own_address()
-        layout = replace(self._slab.layout, num_kv_heads=model.whole.num_kv_heads)
+        layout = self._slab.layout
+        if self._reaches_all_kv:
+            layout = replace(layout, num_kv_heads=model.whole.num_kv_heads)
         self._kv = KvEndpoint(
             (self._worker_id, self._incarnation),
             model.fingerprint,
@@ -164,6 +169,11 @@ class Worker:
             self._max_model_len(model),
         )
         return self._info
+
+    @property
+    def _reaches_all_kv(self) -> bool:
+        """Not where other ranks' blocks lie on GPUs of their own: nothing leaves such a worker."""
+        return len(self._slabs) == self._ranks.shard.size
 
     def check_health(self) -> None:
         """Raises EngineError if the engine thread is dead or stuck in a step."""
@@ -283,7 +293,7 @@ class Worker:
             case Cancel(request_id):
                 self._desk.cancel(request_id)
             case Peers(workers):
-                self._kv.set_peers(workers)
+                self._kv.set_peers(workers if self._reaches_all_kv else ())
             case Orders():
                 self._take(message)
             case AskAudit(call_id):
