@@ -147,21 +147,21 @@ class _Exchange:
     context: RequestContext
     slow_reader_timeout_s: float
     _failure: BatonError | None = None
-    _response: aiohttp.ClientResponse | None = None
+    _timeout: asyncio.Timeout | None = None
     _has_begun: bool = False
 
     def fail(self, error: BatonError) -> None:
         """The server that we are shuts down."""
         self._failure = error
-        if self._response is not None:
-            self._response.close()
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(asyncio.get_running_loop().time())
 
     async def run(self, body: dict[str, Any], deadline: float, gate: _Gate) -> None:
         """Raises BatonError before the first byte, if nobody else is to be asked."""
         options = body.get("stream_options")
         usage = _Usage(self.context, isinstance(options, dict) and bool(options.get("include_usage")))
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(deadline) as self._timeout:
                 await self._converse(self._told(body), self._headers(deadline), gate, usage)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             ours = self._failure or self._named(error)
@@ -175,6 +175,7 @@ class _Exchange:
             told = b"data: " + encode_json(error_body(ours)) + b"\n\ndata: [DONE]\n\n"
             await self._write(gate, {"type": "http.response.body", "body": told, "more_body": False})
         finally:
+            self._timeout = None
             usage.charge()
 
     async def _converse(
@@ -187,7 +188,6 @@ class _Exchange:
             aiohttp.ClientSession(timeout=timeout, trust_env=False) as session,
             session.post(url, data=encode(body), headers=headers, allow_redirects=False) as response,
         ):
-            self._response = response
             if response.status in _NOT_NOW and not gate.passes_all:
                 gate.is_shut = True
                 return

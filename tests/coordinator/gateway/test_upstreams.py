@@ -229,16 +229,19 @@ async def test_a_client_that_leaves_leaves_there_too(tmp_path: Path) -> None:
                 await backend.idle.wait()
 
 
-async def test_a_drain_ends_what_is_open_elsewhere(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_drain_ends_what_is_open_elsewhere(stream: bool, tmp_path: Path) -> None:
     gate = asyncio.Event()
     async with server(lambda _: [72, gate, 72]) as (url, backend):
         async with gateway_service(folder=tmp_path, upstreams={"x": at(url)}) as s:
-            asking = asyncio.create_task(s.chat(model="x", stream=True))
+            asking = asyncio.create_task(s.chat(model="x", stream=stream))
             await backend.started.wait()
             assert await s.drain.drain(0.2) == 1
             async with asyncio.timeout(SOON_S):
-                found = events(await asking)
-            assert found[-1]["error"]["code"] == "overloaded"
+                answer = await asking
+            assert answer.status_code == (200 if stream else 503)
+            told = events(answer)[-1] if stream else answer.json()
+            assert told["error"]["code"] == "overloaded"
             assert (await s.chat(model="x")).status_code == 503
 
 
