@@ -132,7 +132,7 @@ class Chaos:
             async with asyncio.TaskGroup() as load:
                 for _ in range(self._plan.num_streams):
                     load.create_task(self._load())
-                load.create_task(self._disturb())
+                load.create_task(self._disturb(load))
             seen.held = await self._rest()
             sampling.cancel()
         seen.counters = _grown(before, await scrape(self._client))
@@ -150,7 +150,7 @@ class Chaos:
             if trail.status != 200:
                 await asyncio.sleep(1.0)  # as Retry-After says at least
 
-    async def _disturb(self) -> None:
+    async def _disturb(self, load: asyncio.TaskGroup) -> None:
         while (left_s := self._end_s - self._clock.now_s()) > 0:
             await asyncio.sleep(min(left_s, self._plan.every_s))
             workers = await self._workers()
@@ -162,7 +162,7 @@ class Chaos:
                 if deed == "stopped":
                     os.kill(pid, signal.SIGSTOP)
                     # Not in the way of the next deed: several may be away at once.
-                    asyncio.get_running_loop().call_later(self._rng.uniform(*STOP_S), _wake, pid)
+                    load.create_task(_wake(pid, self._rng.uniform(*STOP_S)))
                 else:
                     os.kill(pid, signal.SIGKILL if deed == "killed" else signal.SIGTERM)
                 self.seen.deeds[f"{victim['role']} {deed}"] += 1
@@ -209,9 +209,13 @@ def _is_balanced(worker: dict[str, Any]) -> bool:
     return sum(int(worker[state]) for state in ("free", "cached", *_HELD)) == int(worker["total"])
 
 
-def _wake(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # Serve has replaced it
-        os.kill(pid, signal.SIGCONT)
+async def _wake(pid: int, after_s: float) -> None:
+    """Also if the run is broken off: nobody else would."""
+    try:
+        await asyncio.sleep(after_s)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # Serve has replaced it
+            os.kill(pid, signal.SIGCONT)
 
 
 def _coordinators(worker_pid: int) -> Iterator[int]:
