@@ -38,9 +38,6 @@ TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 131072.
 ENDPOINTS = (
     "chat", "completions", "responses", "models", "files", "batches", "health", "ready", "metrics", "debug", "other",
 )  # fmt: skip
-OUTCOMES = ("stop", "length", "cancelled", "error")
-ROUTES = ("remote", "local")
-MIGRATION_OUTCOMES = ("moved", "stayed", "ended")
 KV_SLOT_STATES = ("free", "granted", "receiving", "quarantined")
 HANDOFF_DIRECTIONS = ("in", "out")
 BLOCK_STATES = ("free", "cached", "running", "reserved", "in_handoff", "quarantined")

@@ -115,7 +115,7 @@ def _ms(seconds: float) -> float | None:
 
 
 def peers_json(workers: Iterable[WorkerStatus]) -> dict[str, Any]:
-    """Every KV connection as its prefill side sees it: path, speed, warnings, and what happened lately."""
+    """Every KV connection as its sending side sees it: path, speed, warnings, and what happened lately."""
     return {"workers": [_peers(worker) for worker in workers]}
 
 

@@ -269,7 +269,7 @@ class Line(Generic[Place]):
             self._queue.remove(waiter.entry.request_id)
             self._out(waiter)
             if waiter.passed_s is not None:  # others may have waited for it to go first
-                self._look()
+                self._look_unless_tired()
         self._arm()
 
     def _arm(self) -> None:

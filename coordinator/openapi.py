@@ -65,6 +65,9 @@ _HEADERS = {
     "x-request-id": ("The client's own id of the request, told back.", False),
     "x-request-timeout": ("Seconds until the answer must be whole.", True),
     "Idempotency-Key": ("The same key and body get the same answer.", True),
+    "x-baton-class": ("interactive, batch or best_effort.", True),
+    "x-baton-ttft-ms": ("The promised time to the first token.", True),
+    "x-baton-itl-ms": ("The promised mean time between two tokens.", True),
 }
 
 

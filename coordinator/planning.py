@@ -157,9 +157,9 @@ class Planning:
                 continue  # the next look will find it gone, or as it was
             logger.info("%s: %s -> %s (%s)", flip.worker_id, before, flip.role, plan.reason)
             self._observer.flipped(before, flip.role, plan.cause)
-        pools = {"prefill": self._config.prefill, "decode": self._config.decode}
+        roles: tuple[Role, Role] = ("prefill", "decode")
+        pools = {role: self._config.pool(role) for role in roles}
         if any(pool.max_replicas is not None for pool in pools.values()):
-            roles: tuple[Role, Role] = ("prefill", "decode")
             present = {role: self._fleet.num_ready(role) for role in roles}
             bounds = {role: bounds_of(pools[role]) for role in roles}
             for role, size in pool_sizes(plan, present, bounds).items():

@@ -268,16 +268,12 @@ def parse_chat(body: dict[str, Any]) -> ChatParams:
         raise UnsupportedError(
             f"chat_template_kwargs.{key}: cannot be set here", param="chat_template_kwargs"
         )
-    return params.model_copy(update={"chat_template_kwargs": _told_effort(params)})
-
-
-def _told_effort(params: ChatParams) -> dict[str, Any]:
-    """The effort as templates know it, behind what the client tells the template itself."""
     effort = params.reasoning_effort
     if effort is None:
-        return params.chat_template_kwargs
+        return params
+    # As templates know it, behind what the client tells the template itself.
     told = {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
-    return told | params.chat_template_kwargs
+    return params.model_copy(update={"chat_template_kwargs": told | params.chat_template_kwargs})
 
 
 def parse_completion(body: dict[str, Any]) -> CompletionParams:

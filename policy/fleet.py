@@ -1,8 +1,7 @@
-"""What placement believes about each worker: the last report, plus everything dispatched since.
+"""What placement believes about each worker. The coordinator makes it anew from its views for each decision; the
+simulator keeps it, and counts at dispatch, as a report is always older than the last decision:
 
-Counting at dispatch is what spreads a burst: a report is always older than the last decision.
-
-    dispatch(): promised grows, prefill_free_s moves      prefilled(): the worker's own view replaces the guess
+    dispatch(): promised grows, prefill_free_s moves
     joined():   promised -> running                       released():  the stream ended, or never began
 """
 

@@ -113,12 +113,11 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """`drain_first`: the worker finishes what it has in its old role before it is full in the new one."""
+    """A worker's new role, which it takes up fully once it has finished what it has in its old one."""
 
     worker_id: str
     role: RoleLabel
     epoch: int
-    drain_first: bool = True
 
 
 PlanCause = Literal[

@@ -26,7 +26,6 @@ def fleet_of(num_prefill: int, num_decode: int) -> FleetView:
 
 def carry_out(plan: Plan, fleet: FleetView) -> None:
     for flip in plan.flips:
-        assert flip.drain_first
         assert fleet.set_role(flip.worker_id, flip.role, flip.epoch)
 
 
