@@ -1,15 +1,23 @@
-"""A tiny random model for tests that need many workers and no golden answers."""
+"""The instance that test_conformance.py and, after it, test_serve.py ask: starting one takes most of a test's time."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
-from tests.engine.tiny_models import make_config, make_oracle, write_hf
+from tests.cluster.instance import Running, running
+
+DRAIN_S = 5.0
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = make_config()
-    return write_hf(tmp_path_factory.mktemp("models") / "tiny", config, make_oracle(config))
+def baton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One worker of each role. The last test of test_serve.py ends it; modules after it have instances of their own."""
+    config = {
+        "model": {"dtype": "float32"},
+        "engine": {"max_num_seqs": 16},
+        "decode": {"drain_timeout_s": DRAIN_S},
+    }
+    with running(tmp_path_factory.mktemp("baton"), config) as instance:
+        yield instance

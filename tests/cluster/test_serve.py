@@ -14,14 +14,14 @@ import httpx
 import openai
 import pytest
 
-from tests.cluster.instance import Running, running, wait_until
+from tests.cluster.conftest import DRAIN_S
+from tests.cluster.instance import Running, wait_until
 
 pytestmark = pytest.mark.cluster
 
 DATA = json.loads((Path(__file__).parent.parent / "data" / "smollm2_greedy.json").read_text())
 NUM_TOKENS = 12
 EOS = 2
-DRAIN_S = 5.0
 CHATS = [
     case
     for case in DATA["cases"]
@@ -30,17 +30,6 @@ CHATS = [
     and EOS not in case["output_ids"][:NUM_TOKENS]
 ]
 MODEL = "smollm2-135m-instruct"
-
-
-@pytest.fixture(scope="module")
-def baton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    config = {
-        "model": {"dtype": "float32"},
-        "engine": {"max_num_seqs": 16},
-        "decode": {"drain_timeout_s": DRAIN_S},
-    }
-    with running(tmp_path_factory.mktemp("baton"), config) as instance:
-        yield instance
 
 
 @pytest.fixture
@@ -218,7 +207,7 @@ async def test_killed_workers_cost_a_pause(
 
 
 async def test_the_end_of_the_instance_is_told_to_every_stream(baton: Running) -> None:
-    """The last test of this module: it ends the instance that all share."""
+    """The last test that asks the shared instance: it ends it."""
     body = {"model": MODEL, "prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     begun = [asyncio.Event(), asyncio.Event()]
 

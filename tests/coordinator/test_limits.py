@@ -13,7 +13,7 @@ from tests.coordinator.fake_backend import reply
 from tests.coordinator.http_tools import TEXT, error_of, events, make_config, service
 from tests.engine.tiny_models import make_config as model_config
 from tests.engine.tiny_models import make_oracle, write_hf
-from tests.local_cluster import LocalCluster, local_cluster
+from tests.local.cluster import LocalCluster, local_cluster
 
 LIMIT = 50
 SPLITS = [(1, LIMIT - 1), (LIMIT - 1, 1), (33, LIMIT - 33)]

@@ -19,8 +19,8 @@ from engine.runner import StepItem
 from tests.engine.golden import BLOCK_SIZE, NUM_BLOCKS, greedy, read_cases
 from tests.engine.test_golden import GOLDEN
 from tests.engine.tiny_models import PROMPT, make_config, make_oracle, write_hf
-from tests.local_cluster import SECRET, local_cluster, overrides
-from tests.local_cluster import greedy as greedy_request
+from tests.local.cluster import SECRET, local_cluster, overrides
+from tests.local.cluster import greedy as greedy_request
 from tests.ranks import ProcessRank, Starter, starter
 from worker.loading import load_engine
 from worker.ranks import RankTask, gather_ranks

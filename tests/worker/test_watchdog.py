@@ -14,7 +14,7 @@ from contracts.config_pools import PoolConfig
 from contracts.errors import EngineError
 from coordinator.phases import make_phases
 from tests.engine.tiny_models import make_config, make_oracle, write_hf
-from tests.local_cluster import SECRET, overrides
+from tests.local.cluster import SECRET, overrides
 from worker.serving import EXIT_STUCK
 from worker.watchdog import LOOK_PERIOD_S, MAX_TICK_S, AwakeClock, Watchdog
 from worker.worker import Worker

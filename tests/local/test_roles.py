@@ -9,7 +9,7 @@ from contracts.messages import Role
 from contracts.roles import Duty, RoleLabel
 from coordinator.fleet import Fleet
 from coordinator.planning import running
-from tests.local_cluster import SECRET, LocalCluster, greedy, local_cluster
+from tests.local.cluster import SECRET, LocalCluster, greedy, local_cluster
 from worker.steps import KNOWN_STEPS
 
 PROMISES = {"slo__ttft_ms": 60_000.0, "slo__itl_ms": 60_000.0}

@@ -13,8 +13,8 @@ from contracts.errors import RequestError
 from contracts.request import Finished, PromptLogprob, Token
 from engine.text.grammar import json_grammar, regex_grammar
 from engine.text.tokenizer import load_text
-from tests.cluster.test_parity import SHORT
-from tests.local_cluster import LocalCluster, greedy, local_cluster
+from tests.local.cluster import LocalCluster, greedy, local_cluster
+from tests.local.test_parity import SHORT
 
 PROMPT: list[int] = SHORT[0]["prompt_ids"]
 GRAMMAR = json_grammar(

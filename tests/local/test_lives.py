@@ -16,7 +16,7 @@ from contracts.messages import Ended, Hello, Reserve, Reserved, Status
 from contracts.request import Finished, Token
 from coordinator.backend import Backend
 from tests.coordinator.backend_conformance import BackendConformance
-from tests.local_cluster import SECRET, LocalCluster, greedy, local_cluster
+from tests.local.cluster import SECRET, LocalCluster, greedy, local_cluster
 
 PROMPT = [3 + i % 50 for i in range(100)]
 

@@ -14,9 +14,9 @@ import pytest
 
 from contracts.request import Finished, Token
 from engine.loop import Work
-from tests.cluster.test_continuations import PROMPT, events_of, state_of
-from tests.cluster.test_continuations import STATES as SHORT_STATES
-from tests.local_cluster import LocalCluster, greedy, local_cluster
+from tests.local.cluster import LocalCluster, greedy, local_cluster
+from tests.local.test_continuations import PROMPT, events_of, state_of
+from tests.local.test_continuations import STATES as SHORT_STATES
 from worker.worker import Worker
 
 NUM_TOKENS = 40

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from contracts.request import Finished, GenerateRequest, Token
-from tests.local_cluster import LocalCluster, greedy, local_cluster
+from tests.local.cluster import LocalCluster, greedy, local_cluster
 
 PROMPT = [3 + i % 50 for i in range(70)]
 NUM_TOKENS = 24

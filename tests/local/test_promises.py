@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from tests.local_cluster import LocalCluster, greedy, local_cluster
+from tests.local.cluster import LocalCluster, greedy, local_cluster
 from worker.steps import FIRST_STEPS, KNOWN_STEPS
 
 # No two begin alike: a prompt that is cached teaches nothing about reading.

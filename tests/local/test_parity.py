@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.local_cluster import LocalCluster, greedy, local_cluster
+from tests.local.cluster import LocalCluster, greedy, local_cluster
 
 DATA = json.loads((Path(__file__).parent.parent / "data" / "smollm2_greedy.json").read_text())
 SHORT = [case for case in DATA["cases"] if len(case["prompt_ids"]) < 100]

@@ -13,8 +13,8 @@ from coordinator.fleet import Fleet
 from coordinator.flow import Flow
 from coordinator.metrics import Metrics
 from coordinator.placement import WorkerView
-from tests.cluster.test_handoffs import held_up
-from tests.local_cluster import SECRET, LocalCluster, greedy, local_cluster
+from tests.local.cluster import SECRET, LocalCluster, greedy, local_cluster
+from tests.local.test_handoffs import held_up
 
 PROMPT = [3 + i % 50 for i in range(100)]
 

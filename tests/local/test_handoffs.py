@@ -28,7 +28,7 @@ from contracts.messages import (
 )
 from contracts.request import GenerateRequest
 from contracts.ticket import Ticket, sign
-from tests.local_cluster import SECRET, LocalCluster, greedy, local_cluster
+from tests.local.cluster import SECRET, LocalCluster, greedy, local_cluster
 from worker.worker import Worker
 
 PROMPT = [3 + i % 50 for i in range(100)]
