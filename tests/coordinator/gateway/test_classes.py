@@ -14,6 +14,7 @@ from coordinator.gateway.gate import Gate
 from tests.coordinator.gateway.gateway_tools import bearer, gateway_service, write_keys
 from tests.coordinator.gateway.test_batches import ended, jsonl, line, start
 from tests.coordinator.http_tools import MODEL, error_of, make_config, service
+from tests.coordinator.test_http_clients import server
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 SLO: dict[str, Any] = {"ttft_ms": 500, "itl_ms": 50, "models": {"calm": {"ttft_ms": 900}}}
@@ -81,6 +82,35 @@ async def test_a_key_has_the_classes_of_its_tenant_and_the_first_is_its_default(
             Service("interactive", tenant="acme"),
             Service("best_effort", tenant="globex"),
             Service("interactive", tenant="globex"),
+        ]
+
+
+async def test_a_class_holds_for_the_models_of_other_servers_and_is_told_there(tmp_path: Path) -> None:
+    async with server(config=make_config(slo=SLO)) as (url, there):
+        other = {"url": url.removesuffix("/v1"), "model": MODEL}
+        async with gateway_service(
+            folder=tmp_path, upstreams={"x": other}, classes=["batch", "interactive"]
+        ) as s:
+            for headers, more, status in (
+                ({}, {}, 200),
+                ({"x-baton-class": "interactive", "x-baton-ttft-ms": "800"}, {}, 200),
+                ({}, {"service_tier": "priority"}, 200),
+                ({"x-baton-class": "interactive", "x-baton-ttft-ms": "1"}, {}, 400),
+                ({"x-baton-class": "best_effort"}, {}, 403),
+                ({"x-baton-class": "gold"}, {}, 400),
+                ({}, {"service_tier": "flex"}, 403),
+                ({"x-baton-class": "interactive"}, {"service_tier": "scale"}, 400),
+            ):
+                body = CHAT | {"model": "x"} | more
+                response = await s.client.post("/v1/chat/completions", json=body, headers=headers)
+                assert response.status_code == status, response.text
+            batch = await ended(s, await start(s, jsonl(line("a", model="x"))))
+            assert batch["request_counts"]["completed"] == 1
+        assert [(each.service_class, each.ttft_s) for each in there.services if each] == [
+            ("batch", None),
+            ("interactive", 0.8),
+            ("interactive", 0.5),
+            ("batch", None),
         ]
 
 
