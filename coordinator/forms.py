@@ -54,6 +54,7 @@ class Envelope:
             "created": job.created,
             "model": job.model,
             "system_fingerprint": f"fp_{text.fingerprint[:12]}",
+            **job.mirror,
         }
         self._chunk_head = {**self._head, "object": "chat.completion.chunk"} if is_chat else self._head
 

@@ -1,8 +1,8 @@
 """The HTTP edge: routes, ids, errors. `make_app(config, text, backend)` is all that the composition root
 needs.
 
-    body ─► JSON ─► parameters ─► prompt ids ─► limits ─► Job ─► Answer        every error before this: no
-    device time
+    body ─► JSON ─► parameters ─► class, promises ─► prompt ids ─► limits ─► Job ─► Answer
+                                                              every error before this: no device time
 
 FastAPI is the container that Serve expects; bodies are read by body.py and schema.py, because its own
 validation answers in a form that no OpenAI client reads, and turns some bodies into a 500.
@@ -49,6 +49,7 @@ from coordinator.gateway.meter import MeteredBackend
 from coordinator.job import Endpoint, Job, check_num_choices, make_job
 from coordinator.metrics import CONTENT_TYPE, Metrics
 from coordinator.outputs import Outputs
+from coordinator.promises import tier_of
 from coordinator.prompts import Prompt, chat_prompt, completion_prompts, read_messages, read_prompts
 from coordinator.responses import chat_body, mirror, named_as_responses
 from coordinator.schema import Params, parse_chat, parse_completion
@@ -174,6 +175,7 @@ class Edge:
     ) -> Response:
         params, messages = parse_chat(body), read_messages(body)
         self._check_model(params)
+        told = self._settle(params)
         check_num_choices(params, 1, self._config.server.max_choices)
         tools = read_tools(body)
         shape = chat_shape(body, params, tools, self._text)
@@ -183,20 +185,21 @@ class Edge:
             size += _MAX_INLINE_BYTES + 1
         prompt = await off_loop(size, lambda: chat_prompt(self._text, messages, params, limit, tools))
         await check_grammar(shape, self._grammars)
-        shape = replace(behind_prompt(shape, prompt.tail), mirror=repeated or {})
+        shape = replace(behind_prompt(shape, prompt.tail), mirror=(repeated or {}) | told)
         return self._answer(endpoint, params, [prompt], shape)
 
     async def completions(self, request: Request) -> Response:
         self._drain.check()
         body = await self._body(request)
         params = parse_completion(body)
+        self._check_model(params)
+        told = self._settle(params)
         limit = self._backend.capacity().max_total_tokens
         sources = read_prompts(body, self._text.vocab_size, self._config.server.max_choices, limit)
-        self._check_model(params)
         check_num_choices(params, len(sources), self._config.server.max_choices)
         size = sum(map(len, sources))
         prompts = await off_loop(size, lambda: completion_prompts(self._text, sources, params, limit))
-        shape = completion_shape(body)
+        shape = replace(completion_shape(body), mirror=told)
         await check_grammar(shape, self._grammars)
         return self._answer("completions", params, prompts, shape)
 
@@ -273,9 +276,6 @@ class Edge:
         return await read_json(request, self._config.server.max_body_bytes)
 
     def _answer(self, endpoint: Endpoint, params: Params, prompts: list[Prompt], shape: Shape) -> Response:
-        context = CURRENT.get()
-        if context is not None:
-            context.settle(self._config.slo, params.service_tier, params.model or self._model)
         capacity = self._backend.capacity()
         job: Job = make_job(endpoint, self._model, params, prompts, self._text, capacity, shape)
         for prompt in prompts:
@@ -283,6 +283,17 @@ class Edge:
         coordinator = self._config.coordinator
         outputs = Outputs(job, self._text, self._backend, self.metrics, coordinator.request_timeout_s)
         return Answer(job, self._text, outputs, self.metrics, coordinator, self._drain)
+
+    def _settle(self, params: Params) -> dict[str, Any]:
+        """Class and promises, before any work; what the answer says of them: the tier, if one was asked for.
+
+        Raises RequestError, PermissionDenied: see promises.read_service.
+        """
+        context, tier = CURRENT.get(), params.service_tier
+        if context is None:
+            return {}
+        service = context.settle(self._config.slo, tier, params.model or self._model)
+        return {} if tier is None else {"service_tier": tier_of(service.service_class, tier)}
 
     def _check_model(self, params: Params) -> None:
         """A missing name means the one model there is."""

@@ -28,6 +28,13 @@ _OF_TIER: dict[Tier, ServiceClass] = {"flex": "best_effort", "priority": "intera
 Met = Literal["both", "ttft", "itl", "none"]
 
 
+def tier_of(service_class: ServiceClass, asked: Tier) -> Tier:
+    """How a client that asked for a tier is told which class it got: what OpenAI's `service_tier` of an answer is."""
+    if service_class != "interactive":
+        return "flex"
+    return "priority" if asked == "priority" else "default"
+
+
 def known_tier(value: Any) -> Tier | None:
     """None for what only another server may know."""
     return value if value in get_args(Tier) else None

@@ -13,7 +13,7 @@ from contracts.service import Service
 from coordinator.gateway.gate import Gate
 from tests.coordinator.gateway.gateway_tools import bearer, gateway_service, write_keys
 from tests.coordinator.gateway.test_batches import ended, jsonl, line, start
-from tests.coordinator.http_tools import MODEL, error_of, make_config, service
+from tests.coordinator.http_tools import MODEL, error_of, events, make_config, service
 from tests.coordinator.test_http_clients import server
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -61,6 +61,56 @@ async def test_what_is_unknown_is_refused_by_name_before_any_work(
         assert response.status_code == 400
         assert error_of(response)["message"].startswith(message)
         assert not s.backend.requests
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("/v1/completions", {"prompt": "hi", "structured_outputs": {"regex": "a"}}),
+        ("/v1/responses", {"input": "hi"}),
+    ],
+)
+async def test_promises_are_settled_before_a_prompt_is_rendered_or_a_grammar_compiled(
+    path: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worked = []
+    monkeypatch.setattr("coordinator.http.chat_prompt", lambda *_: worked.append("chat"))
+    monkeypatch.setattr("coordinator.http.completion_prompts", lambda *_: worked.append("completion"))
+    async with service(config=make_config(slo=SLO)) as s:
+        response = await s.client.post(path, json=more, headers={"x-baton-itl-ms": "1"})
+        assert (response.status_code, worked) == (400, [])
+        assert error_of(response)["message"].startswith("x-baton-itl-ms")
+
+
+@pytest.mark.parametrize(
+    ("asked", "headers", "told"),
+    [
+        ("auto", {}, "default"),
+        ("default", {}, "default"),
+        ("priority", {}, "priority"),
+        ("flex", {}, "flex"),
+        ("flex", {"x-baton-class": "interactive"}, "default"),
+        ("priority", {"x-baton-class": "batch"}, "flex"),
+    ],
+)
+async def test_who_asks_for_a_tier_is_told_which_one_it_got(
+    asked: str, headers: dict[str, str], told: str
+) -> None:
+    async with service() as s:
+        for path, body in (
+            ("/v1/chat/completions", CHAT),
+            ("/v1/completions", {"prompt": "hi"}),
+            ("/v1/responses", {"input": "hi"}),
+        ):
+            plain = await s.client.post(path, json=body, headers=headers)
+            assert "service_tier" not in plain.json()
+            whole = await s.client.post(path, json=body | {"service_tier": asked}, headers=headers)
+            assert whole.json()["service_tier"] == told
+            if path != "/v1/responses":
+                body = body | {"service_tier": asked, "stream": True}
+                chunks = events(await s.client.post(path, json=body, headers=headers))
+                assert {chunk["service_tier"] for chunk in chunks} == {told}
 
 
 async def test_a_key_has_the_classes_of_its_tenant_and_the_first_is_its_default(tmp_path: Path) -> None:
