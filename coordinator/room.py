@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from typing import Self
 
+from coordinator.ask import Ask
 from coordinator.placement import WorkerView
 
 
@@ -23,6 +25,13 @@ class Held:
     max_blocks: int
     itl_s: float = math.inf
     is_leftover: bool = False
+
+    @classmethod
+    def of(cls, ask: Ask, block_size: int) -> Self:
+        """What a request holds once it is sent to a worker."""
+        itl_s = math.inf if ask.service.itl_s is None else ask.service.itl_s
+        now, grown = ask.num_blocks(block_size), ask.grown_blocks(block_size)
+        return cls(now, grown, itl_s, ask.service.is_leftover)
 
 
 @dataclass(slots=True)

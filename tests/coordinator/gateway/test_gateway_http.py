@@ -166,6 +166,14 @@ async def test_a_deadline_is_504_before_the_first_token_and_an_event_after(tmp_p
         assert (await s.client.post(URL, json=CHAT, headers={"x-request-timeout": "60"})).status_code == 504
 
 
+async def test_a_deadline_is_the_backends_to_tell_of(tmp_path: Path) -> None:
+    """Who is cut off looks like a client who left; placement would remember it so."""
+    never = asyncio.Event()
+    async with gateway_service(lambda _: [never], folder=tmp_path) as s:
+        response = await s.client.post(URL, json=CHAT, headers={"x-request-timeout": "0.05"})
+        assert (response.status_code, error_of(response)["message"]) == (504, "late")
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e9", "soon", ""])
 async def test_a_deadline_that_is_none_is_refused(value: str, tmp_path: Path) -> None:
     async with gateway_service(folder=tmp_path) as s:
