@@ -43,6 +43,9 @@ _SHAPES = {
     "guided_regex": _TEXT,
     "guided_choice": {"type": "array", "items": _TEXT},
     "guided_grammar": _TEXT,
+    "guided_json_object": {"type": "boolean"},
+    "guided_whitespace_pattern": _TEXT,
+    "modalities": {"type": "array", "items": {"enum": ["text"]}},
 }
 _ERROR = {
     "type": "object",

@@ -315,11 +315,16 @@ def _validated(kind: type[AnyParams], body: dict[str, Any]) -> AnyParams:
     return params
 
 
-def _refuse_unbuilt(body: dict[str, Any]) -> None:
-    for name, inert in REFUSED.items():
+def refuse(body: dict[str, Any], inert: dict[str, tuple[Any, ...]], why: str) -> None:
+    """Raises UnsupportedError for the first of these fields that has another value than null and those in `inert`."""
+    for name, values in inert.items():
         value = body.get(name)
-        if value is not None and not any(type(value) is type(item) and value == item for item in inert):
-            raise UnsupportedError(f"{name}: not supported by this server", param=name)
+        if value is not None and not any(type(value) is type(item) and value == item for item in values):
+            raise UnsupportedError(f"{name}: {why}", param=name)
+
+
+def _refuse_unbuilt(body: dict[str, Any]) -> None:
+    refuse(body, REFUSED, "not supported by this server")
     modalities = body.get("modalities")
     if modalities not in (None, [], ["text"]):
         raise UnsupportedError("modalities: only text is supported", param="modalities")
