@@ -340,9 +340,9 @@ class Flow:
         return [] if self._reads_locally else self._fleet.views("prefill")
 
     def _writers(self) -> list[WorkerView]:
-        views = self._fleet.views("decode")
-        self._room.forget_gone({view.worker_id for view in views})
-        return [self._room.seen(view, self._fleet.link(view.worker_id).status) for view in views]
+        return self._room.all_seen(
+            self._fleet.views("decode"), lambda worker_id: self._fleet.link(worker_id).status
+        )
 
     def _make_run(self, request: GenerateRequest, placement: Placement) -> Run:
         decode = self._fleet.link(placement.decode_id)
