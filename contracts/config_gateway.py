@@ -5,6 +5,7 @@ A part of contracts/config.py in a file of its own; read once at start like the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
@@ -148,9 +149,9 @@ class GatewayConfig(TenantLimits):
                 )
         return self
 
-    def names_of(self, model: str) -> list[str]:
-        """Every name that a client may use, where `model` is the server's own."""
-        served = [model, *self.upstreams]
+    def names_of(self, model: str, adapters: Iterable[str] = ()) -> list[str]:
+        """Every name that a client may use, where `model` is the server's own, with `adapters`."""
+        served = [model, *adapters, *self.upstreams]
         return served + [alias for alias, name in self.aliases.items() if name in served]
 
     def limits_of(self, tenant: str) -> TenantLimits:

@@ -29,7 +29,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from contracts.config import BatonConfig
-from contracts.errors import BatonError, ModelNotFoundError
+from contracts.errors import BatonError
 from coordinator import openapi
 from coordinator.answer import Answer
 from coordinator.backend import Backend
@@ -48,6 +48,7 @@ from coordinator.gateway.gateway import Gateway
 from coordinator.gateway.meter import MeteredBackend
 from coordinator.job import Endpoint, Job, check_num_choices, make_job
 from coordinator.metrics import CONTENT_TYPE, Metrics
+from coordinator.models import Models
 from coordinator.outputs import Outputs
 from coordinator.promises import tier_of
 from coordinator.prompts import Prompt, chat_prompt, completion_prompts, read_messages, read_prompts
@@ -156,7 +157,7 @@ class Edge:
         self._backend = backend
         self.metrics = metrics
         self._model = config.model.served_name or text.name
-        self._card = {"id": self._model, "object": "model", "created": int(time.time()), "owned_by": "baton"}
+        self._models = Models(config, self._model, lambda: backend.capacity().max_total_tokens)
         metrics.watch_workers(lambda: backend.readiness().workers)
 
     async def chat(self, request: Request) -> Response:
@@ -204,14 +205,10 @@ class Edge:
         return self._answer("completions", params, prompts, shape)
 
     async def models(self, request: Request) -> Response:
-        names = self._config.gateway.names_of(self._model)
-        return json_response({"object": "list", "data": [self._model_card(name) for name in names]})
+        return json_response({"object": "list", "data": self._models.cards()})
 
     async def model(self, request: Request) -> Response:
-        name = request.path_params["model_id"]
-        if name not in self._config.gateway.names_of(self._model):
-            self._require_model(name)
-        return json_response(self._model_card(name))
+        return json_response(self._models.card(request.path_params["model_id"]))
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request)
@@ -298,18 +295,7 @@ class Edge:
     def _check_model(self, params: Params) -> None:
         """A missing name means the one model there is."""
         if params.model is not None:
-            self._require_model(params.model)
-
-    def _require_model(self, name: str) -> None:
-        if self._config.gateway.aliases.get(name, name) != self._model:
-            raise ModelNotFoundError(f"model: expected {self._model!r} but got {name[:100]!r}", param="model")
-
-    def _model_card(self, name: str) -> dict[str, Any]:
-        """How long a model of another server may be is not known here."""
-        card = {**self._card, "id": name}
-        if self._config.gateway.aliases.get(name, name) != self._model:
-            return card
-        return {**card, "max_model_len": self._backend.capacity().max_total_tokens}
+            self._models.require(params.model)
 
 
 class RequestScope:

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from contracts.errors import BatonError, DeadlineError, EngineError, Fault, OverloadedError, WorkerLostError
+from contracts.errors import (
+    BatonError,
+    ConfigError,
+    DeadlineError,
+    EngineError,
+    Fault,
+    OverloadedError,
+    WorkerLostError,
+)
 from contracts.metrics import METRICS
 from contracts.request import Finished
 from coordinator.errors_http import error_headers
@@ -49,6 +57,38 @@ async def test_a_listed_model_can_be_fetched_with_slashes_too() -> None:
         for path in ("/v1/models/org/name", "/v1/models/org%2Fname"):
             assert (await s.client.get(path)).json() == card
         assert (await s.client.get("/v1/models/other")).status_code == 404
+
+
+async def test_an_adapter_is_listed_with_its_base_and_refused_by_name() -> None:
+    adapters = {"support": "/srv/adapters/support"}
+    config = make_config(model={"adapters": adapters}, gateway={"aliases": {"help": "support"}})
+    async with service(config=config) as s:
+        cards = (await s.client.get("/v1/models")).json()["data"]
+        assert [(card["id"], card["root"], card["parent"]) for card in cards] == [
+            (MODEL, MODEL, None),
+            ("support", "/srv/adapters/support", MODEL),
+            ("help", "/srv/adapters/support", MODEL),
+        ]
+        assert (await s.client.get("/v1/models/support")).json() == cards[1]
+        for name in ("support", "help"):
+            for path, body in (
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+                ("/v1/completions", {"prompt": "hi"}),
+                ("/v1/responses", {"input": "hi"}),
+            ):
+                response = await s.client.post(path, json={"model": name, **body})
+                error = error_of(response)
+                assert (response.status_code, error["code"], error["param"]) == (400, "unsupported", "model")
+                assert f"'{name}' is a LoRA adapter of '{MODEL}'" in error["message"]
+        assert not s.backend.requests
+
+
+@pytest.mark.parametrize("taken", [{"aliases": {"a": MODEL}}, {"upstreams": {"a": {"url": "http://x"}}}, {}])
+async def test_an_adapter_with_the_name_of_something_else_stops_the_start(taken: dict[str, Any]) -> None:
+    config = make_config(model={"adapters": {"a" if taken else MODEL: "/x"}}, gateway=taken)
+    with pytest.raises(ConfigError, match=r"model\.adapters: expected a name that nothing else has"):
+        async with service(config=config):
+            pass
 
 
 @pytest.mark.parametrize("stream", [False, True])
