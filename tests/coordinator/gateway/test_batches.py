@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,34 @@ async def test_a_cancelled_batch_ends_at_once_and_keeps_what_is_done(tmp_path: P
         assert not s.backend.running
         again = await s.client.post(f"/v1/batches/{batch_id}/cancel")
         assert (again.status_code, again.json()["status"]) == (200, "cancelled")
+
+
+async def test_a_batch_is_cancelled_while_it_waits_for_another(tmp_path: Path) -> None:
+    never = asyncio.Event()
+    async with gateway_service(lambda _: [never], folder=tmp_path) as s:
+        first = await start(s, jsonl(line("a")))
+        await s.backend.started.wait()
+        second = await start(s, jsonl(line("b")))
+        assert (await s.client.post(f"/v1/batches/{second}/cancel")).status_code == 200
+        assert (await ended(s, second))["status"] == "cancelled"
+        assert (await s.client.get(f"/v1/batches/{first}")).json()["status"] == "in_progress"
+
+
+async def test_a_database_that_somebody_else_holds_is_a_reason_to_come_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.gateway.store._BUSY_MS", 1)
+    async with gateway_service(folder=tmp_path) as s:
+        assert (await s.client.get("/v1/batches")).status_code == 200
+        other = sqlite3.connect(tmp_path / "jobs.db", isolation_level=None)
+        other.execute("BEGIN EXCLUSIVE")
+        file = {"file": ("in.jsonl", jsonl(line("a")))}
+        response = await s.client.post("/v1/files", files=file, data={"purpose": "batch"})
+        assert (response.status_code, error_of(response)["code"]) == (503, "overloaded")
+        assert response.headers["retry-after"] == "1"
+        other.close()
+        assert (await ended(s, await start(s, jsonl(line("a")))))["status"] == "completed"
+        assert len(list((tmp_path / "files").iterdir())) == 2  # what was not entered is not kept
 
 
 async def test_a_batch_that_was_to_be_cancelled_is_cancelled_after_a_restart(tmp_path: Path) -> None:
