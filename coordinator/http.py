@@ -29,7 +29,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from contracts.config import BatonConfig
-from contracts.errors import BatonError
+from contracts.errors import BatonError, RequestError
 from coordinator import openapi
 from coordinator.answer import Answer
 from coordinator.backend import Backend
@@ -53,7 +53,7 @@ from coordinator.outputs import Outputs
 from coordinator.promises import tier_of
 from coordinator.prompts import Prompt, chat_prompt, completion_prompts, read_messages, read_prompts
 from coordinator.responses import chat_body, mirror, named_as_responses
-from coordinator.schema import Params, parse_chat, parse_completion
+from coordinator.schema import Params, parse_chat, parse_completion, shown
 from coordinator.shape import Shape, behind_prompt, chat_shape, check_grammar, completion_shape
 from coordinator.tokenize import detokenize, tokenize
 from coordinator.tools import read_tools
@@ -212,12 +212,15 @@ class Edge:
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request)
+        self._check_name(body)
         limit = self._backend.capacity().max_total_tokens
         work = functools.partial(tokenize, body, self._text, limit)
         return json_response(await asyncio.to_thread(work))
 
     async def detokenize(self, request: Request) -> Response:
-        return json_response(detokenize(await self._body(request), self._text))
+        body = await self._body(request)
+        self._check_name(body)
+        return json_response(detokenize(body, self._text))
 
     async def health(self, request: Request) -> Response:
         """The process answers; whether it can serve is /ready's business."""
@@ -291,6 +294,14 @@ class Edge:
             return {}
         service = context.settle(self._config.slo, tier, params.model or self._model)
         return {} if tier is None else {"service_tier": tier_of(service.service_class, tier)}
+
+    def _check_name(self, body: dict[str, Any]) -> None:
+        """As `_check_model`, where no parameters are read: another model has other tokens."""
+        name = body.get("model")
+        if not isinstance(name, str | None):
+            raise RequestError(f"model: expected text but got {shown(name)}", param="model")
+        if name is not None:
+            self._models.require(name)
 
     def _check_model(self, params: Params) -> None:
         """A missing name means the one model there is."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from contracts.errors import RequestError, UnsupportedError
-from coordinator.schema import REFUSED, refuse, shown
+from coordinator.schema import REFUSED, refuse, refuse_misspelt, shown
 
 _SAME = (
     "model", "temperature", "top_p", "stream", "parallel_tool_calls", "seed", "stop", "min_p", "top_k", "cache_salt",
@@ -29,12 +29,16 @@ _FOREIGN: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,), "include_timings": (False,), "return_tokens_as_token_ids": (False,),
 }  # fmt: skip
 _STORED: dict[str, tuple[Any, ...]] = {
-    "previous_response_id": (), "conversation": (), "prompt": (), "context_management": (), "max_tool_calls": (),
-    "background": (False,),
+    "previous_response_id": (), "conversation": (), "prompt": (), "context_management": (), "background": (False,),
 }  # fmt: skip
 _UNBUILT: dict[str, tuple[Any, ...]] = {
-    "truncation": ("disabled",), "top_logprobs": (0,), "include": ([], ["reasoning.encrypted_content"]),
+    "truncation": ("disabled",), "max_tool_calls": (), "top_logprobs": (0,),
+    "include": ([], ["reasoning.encrypted_content"]),
 }  # fmt: skip
+_OWN = ("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning")
+_INERT = ("store", "metadata", "user", "stream_options", "safety_identifier", "prompt_cache_key")
+_FIELDS = frozenset((*_SAME, *_OWN)) - REFUSED.keys()
+_KNOWN = frozenset((*_SAME, *_OWN, *_INERT, *_STORED, *_UNBUILT, *_FOREIGN))
 _CHAT_NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -50,6 +54,7 @@ def chat_body(body: dict[str, Any]) -> dict[str, Any]:
     refuse(body, _STORED, "not supported by this server, which stores nothing")
     refuse(body, _UNBUILT, "not supported by this server")
     refuse(body, _FOREIGN, "no field of /v1/responses")
+    refuse_misspelt(body, _FIELDS, _KNOWN)
     chat = {name: body[name] for name in _SAME if body.get(name) is not None}
     chat["messages"] = _messages(body)
     chat["reasoning_effort"] = _effort(body.get("reasoning"))

@@ -427,6 +427,21 @@ async def test_ids_outside_the_vocabulary_cannot_be_detokenized(tokens: Any) -> 
         assert (await s.client.post("/tokenize", json={"messages": []})).status_code == 400
 
 
+async def test_tokens_are_those_of_the_servers_own_model() -> None:
+    async with service() as s:
+        for path, body in (("/tokenize", {"prompt": "hi"}), ("/detokenize", {"tokens": [65]})):
+            for model, status in ((MODEL, 200), (None, 200), ("other", 404), (5, 400)):
+                response = await s.client.post(path, json=body | {"model": model})
+                assert response.status_code == status
+                assert status == 200 or error_of(response)["param"] == "model"
+
+
+async def test_an_empty_text_has_no_tokens() -> None:
+    async with service() as s:
+        answer = await s.client.post("/tokenize", json={"prompt": "", "return_token_strs": True})
+        assert answer.json() == {"count": 0, "max_model_len": 4096, "tokens": [], "token_strs": []}
+
+
 @pytest.mark.parametrize("value", [1, "true", [], {}])
 async def test_tokenize_wants_a_flag_where_a_flag_is_meant(value: Any) -> None:
     async with service() as s:

@@ -272,3 +272,38 @@ async def test_responses_do_what_their_fields_say(field: str, value: Any) -> Non
         changed = await seen(s, "/v1/responses", {"input": "hi", field: value})
         assert (plain[0], changed[0]) == (200, 200)
         assert plain[1:] != changed[1:]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value", "inert"),
+    [
+        ("/v1/chat/completions", "best_of", 2, 1),
+        ("/v1/completions", "max_completion_tokens", 4, None),
+        ("/v1/completions", "top_logprobs", 2, 0),
+        ("/v1/completions", "tools", [TOOL], []),
+        ("/v1/completions", "tool_choice", "required", "auto"),
+        ("/v1/completions", "continue_final_message", True, False),
+    ],
+)
+async def test_a_field_of_the_other_endpoint_is_not_dropped(
+    path: str, field: str, value: Any, inert: Any
+) -> None:
+    async with service() as s:
+        response = await s.client.post(path, json=good(path) | {field: value})
+        assert (response.status_code, error_of(response)["param"]) == (400, field)
+        assert not s.backend.requests
+        assert (await s.client.post(path, json=good(path) | {field: inert})).status_code == 200
+
+
+async def test_stream_options_that_ask_for_nothing_need_no_stream() -> None:
+    async with service() as s:
+        for path in WORKS:
+            assert (await s.client.post(path, json=good(path) | {"stream_options": {}})).status_code == 200
+
+
+async def test_a_misspelt_field_of_a_response_is_not_passed_over() -> None:
+    async with service() as s:
+        for field, meant in (("max_output_token", "max_output_tokens"), ("temprature", "temperature")):
+            response = await s.client.post("/v1/responses", json={"input": "hi", field: 4})
+            assert (response.status_code, error_of(response)["param"]) == (400, field)
+            assert f"did you mean {meant}?" in error_of(response)["message"]
