@@ -39,7 +39,7 @@ from contracts.errors import (
     WorkerLostError,
 )
 from contracts.service import ServiceClass
-from coordinator.answer import SlowReaderError, unless_left
+from coordinator.answer import unless_left
 from coordinator.body import read_json
 from coordinator.drain import Drain
 from coordinator.errors_http import encode_json, error_body
@@ -58,6 +58,10 @@ _CONNECT_TIMEOUT_S = 5.0
 _MAX_WHOLE_BYTES = 64 << 20
 _PASSED = ("content-type", "cache-control", "x-accel-buffering", "retry-after", "x-should-retry")
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
+
+
+class SlowReaderError(Exception):
+    """The client took no byte for slow_reader_timeout_s. Nobody is left to be told."""
 
 
 class Upstreams:
