@@ -1,8 +1,8 @@
 """What does the surface cost, beside the engine? `python -m benchmarks.surface URL`
 
     first byte   N requests, one after the other     client's time to first token less the server's own account of it
-    ingress      S streams at once                   processor time of coordinator and proxy per chunk, less what they
-                                                     take when nobody asks
+    ingress      S streams at once                   processor time of coordinator and proxy per chunk, once all streams
+                                                     have begun, less what they take when nobody asks
     grammar      8 streams, R times without and with a JSON Schema, in turns     mean gap with, over mean gap without
 
 The first two are of an idle server's own machine, with one ingress replica: the coordinator tells its processor time in
@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,30 +96,53 @@ async def _streams(
 ) -> list[Record]:
     """All at once. Raises ValueError for one that failed: nothing is measured of what did not work."""
     clock = RunClock()
-    calls = [
-        Call(f"s{number + i}", _PROMPT.format(number + i), num_tokens, more=more or {})
-        for i in range(num_streams)
-    ]
-    trails = [Trail(call, clock.now_s(), is_length_fixed=True) for call in calls]
+    trails = _trails(clock, num_streams, num_tokens, more, number)
     async with asyncio.TaskGroup() as group:
         for trail in trails:
             group.create_task(client.stream(trail, clock))
+    return _good(trails)
+
+
+def _trails(
+    clock: RunClock, num_streams: int, num_tokens: int, more: Mapping[str, Any] | None = None, number: int = 0
+) -> list[Trail]:
+    numbers = range(number, number + num_streams)
+    calls = [Call(f"s{n}", _PROMPT.format(n), num_tokens, more=more or {}) for n in numbers]
+    return [Trail(call, clock.now_s(), is_length_fixed=True) for call in calls]
+
+
+def _good(trails: Sequence[Trail]) -> list[Record]:
     records = [trail.record() for trail in trails]
     for record in records:
         if not record.is_good:
-            raise ValueError(f"expected {num_tokens} tokens but: {record.error or record.num_output_tokens}")
+            told = record.error or f"{record.num_output_tokens} of them"
+            raise ValueError(f"expected {record.asked_output_tokens} tokens but got {told}")
     return records
 
 
 async def _ingress(client: Client, plan: Plan) -> tuple[Spent, Spent, list[Record]]:
-    begun = await _spent(client)
+    """Of an idle time, and of streams once all have begun; chunks before that are left out of the records."""
+    clock = RunClock()
+    begun = await _spent(client, clock)
     await asyncio.sleep(plan.idle_s)
-    rested = await _spent(client)
-    records = await _streams(client, plan.num_streams, plan.num_tokens)
-    return rested.since(begun), (await _spent(client)).since(rested), records
+    rested = await _spent(client, clock)
+    trails = _trails(clock, plan.num_streams, plan.num_tokens)
+    async with asyncio.TaskGroup() as group:
+        for trail in trails:
+            group.create_task(client.stream(trail, clock))
+        while not all(trail.texts or trail.end_s is not None for trail in trails):
+            await asyncio.sleep(0.01)
+        streaming = await _spent(client, clock)
+    busy = (await _spent(client, clock)).since(streaming)
+    return rested.since(begun), busy, [_behind(record, streaming.at_s) for record in _good(trails)]
 
 
-async def _spent(client: Client) -> Spent:
+def _behind(record: Record, at_s: float) -> Record:
+    kept = tuple(time_s for time_s in record.chunk_times_s if time_s > at_s)
+    return replace(record, chunk_times_s=kept, chunk_tokens=record.chunk_tokens[-len(kept) :] if kept else ())
+
+
+async def _spent(client: Client, clock: RunClock) -> Spent:
     told = await server_metrics.scrape(client)
     if told is None or _CPU not in told.sums:
         raise ValueError(f"/metrics: expected {_CPU} but it is not there")
@@ -129,7 +151,7 @@ async def _spent(client: Client) -> Spent:
         with contextlib.suppress(OSError):  # gone meanwhile
             if processes.name_of(pid) == _PROXY:
                 proxy_s += processes.cpu_seconds(pid)
-    return Spent(time.monotonic(), told.sums[_CPU], proxy_s)
+    return Spent(clock.now_s(), told.sums[_CPU], proxy_s)
 
 
 async def _grammar(client: Client, plan: Plan) -> list[tuple[float, float]]:
@@ -179,7 +201,7 @@ def ingress(idle: Spent, busy: Spent, records: Sequence[Record]) -> Row:
         "what": "ingress",
         "num_streams": len(records),
         "num_chunks": num_chunks,
-        "num_tokens": sum(record.num_output_tokens for record in records),
+        "num_tokens": sum(sum(record.chunk_tokens) for record in records),
         "chunks_per_s": num_chunks / busy.at_s,
         "idle_coordinator_share": idle.coordinator_s / idle.at_s,
         "coordinator_us_per_chunk": own_us,
