@@ -75,7 +75,7 @@ class GatewayConfig(TenantLimits):
     max_request_timeout_s: float | None = Field(
         None,
         gt=0,
-        description="Deadline of each request; a client may ask for less with the header x-request-timeout (seconds). Empty: coordinator.request_timeout_s alone.",
+        description="Deadline of each request, but not of lines of batches; a client may ask for less with the header x-request-timeout (seconds). Empty: coordinator.request_timeout_s alone.",
     )
     cors_origins: list[str] = Field(
         default_factory=list,

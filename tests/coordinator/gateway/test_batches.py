@@ -203,6 +203,14 @@ async def test_a_cancelled_batch_ends_at_once_and_keeps_what_is_done(tmp_path: P
         assert (again.status_code, again.json()["status"]) == (200, "cancelled")
 
 
+async def test_a_line_may_take_longer_than_somebody_would_wait(tmp_path: Path) -> None:
+    async with gateway_service(reply("Hi"), folder=tmp_path, max_request_timeout_s=1e-9) as s:
+        response = await s.client.post("/v1/completions", json={"prompt": "hi"})
+        assert response.status_code == 504
+        batch = await ended(s, await start(s, jsonl(line("a"))))
+        assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+
+
 async def test_a_batch_is_cancelled_while_it_waits_for_another(tmp_path: Path) -> None:
     never = asyncio.Event()
     async with gateway_service(lambda _: [never], folder=tmp_path) as s:
