@@ -163,9 +163,17 @@ class JobStore:
             raise NotFoundError(f"no such file: {file_id[:80]!r}")
         return FileRecord(**found[0])
 
-    def files(self, tenant: str, limit: int, after: str | None) -> list[FileRecord]:
-        """Newest first, those older than `after`; one more than `limit` if there are more."""
-        return [FileRecord(**row) for row in self._page(FILES, tenant, limit, after)]
+    def files(
+        self,
+        tenant: str,
+        limit: int,
+        after: str | None,
+        purpose: str | None = None,
+        is_rising: bool = False,
+    ) -> list[FileRecord]:
+        """Newest first, or oldest, those that come behind `after`; one more than `limit` if there are more."""
+        rows = self._page(FILES, tenant, limit, after, purpose, is_rising)
+        return [FileRecord(**row) for row in rows]
 
     def delete_file(self, tenant: str, file_id: str) -> None:
         """Raises NotFoundError; RequestError while a batch reads it."""
@@ -289,12 +297,23 @@ class JobStore:
         with _patient(), self._engine.connect() as connection:
             yield connection
 
-    def _page(self, table: Table, tenant: str, limit: int, after: str | None) -> list[dict[str, Any]]:
-        query = select(table).where(table.c.tenant == tenant).order_by(table.c.seq.desc()).limit(limit + 1)
+    def _page(
+        self,
+        table: Table,
+        tenant: str,
+        limit: int,
+        after: str | None,
+        purpose: str | None = None,
+        is_rising: bool = False,
+    ) -> list[dict[str, Any]]:
+        seq = table.c.seq
+        query = select(table).where(table.c.tenant == tenant)
+        if purpose is not None:
+            query = query.where(table.c.purpose == purpose)
         if after is not None:
-            last = select(table.c.seq).where(table.c.id == after, table.c.tenant == tenant).scalar_subquery()
-            query = query.where(table.c.seq < last)
-        return self._rows(query)
+            last = select(seq).where(table.c.id == after, table.c.tenant == tenant).scalar_subquery()
+            query = query.where(seq > last if is_rising else seq < last)
+        return self._rows(query.order_by(seq.asc() if is_rising else seq.desc()).limit(limit + 1))
 
     def _rows(self, query: Any) -> list[dict[str, Any]]:
         with self._reading() as connection:

@@ -374,6 +374,13 @@ async def test_uploads_are_bounded_and_checked(tmp_path: Path) -> None:
         assert [p.name for p in (tmp_path / "files").iterdir() if p.suffix] == []
 
 
+async def test_a_file_that_is_to_go_by_itself_is_refused(tmp_path: Path) -> None:
+    async with gateway_service(folder=tmp_path) as s:
+        data = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
+        response = await s.client.post("/v1/files", files={"file": ("in.jsonl", b"x")}, data=data)
+        assert (response.status_code, error_of(response)["param"]) == (400, "expires_after")
+
+
 async def test_lists_are_paged_newest_first_and_files_can_be_deleted(tmp_path: Path) -> None:
     never = asyncio.Event()
     async with gateway_service(lambda _: [never], folder=tmp_path) as s:
@@ -382,7 +389,16 @@ async def test_lists_are_paged_newest_first_and_files_can_be_deleted(tmp_path: P
         assert ([file["id"] for file in page["data"]], page["has_more"]) == ([ids[2], ids[1]], True)
         rest = (await s.client.get("/v1/files", params={"limit": 2, "after": page["last_id"]})).json()
         assert ([file["id"] for file in rest["data"]], rest["has_more"]) == ([ids[0]], False)
-        assert (await s.client.get("/v1/files", params={"limit": "0"})).status_code == 400
+        first = (await s.client.get("/v1/files", params={"limit": 1, "order": "asc"})).json()
+        assert ([file["id"] for file in first["data"]], first["has_more"]) == ([ids[0]], True)
+        rest = (await s.client.get("/v1/files", params={"order": "asc", "after": ids[0]})).json()
+        assert [file["id"] for file in rest["data"]] == ids[1:]
+        for purpose, count in (("batch", 3), ("batch_output", 0)):
+            found = (await s.client.get("/v1/files", params={"purpose": purpose})).json()
+            assert len(found["data"]) == count
+        for wrong in ({"limit": "0"}, {"order": "up"}):
+            response = await s.client.get("/v1/files", params=wrong)
+            assert (response.status_code, error_of(response)["param"]) == (400, *wrong)
         assert (await s.client.delete(f"/v1/files/{ids[0]}")).json()["deleted"] is True
         assert (await s.client.get(f"/v1/files/{ids[0]}")).status_code == 404
         batch_id = await start(s, jsonl(line("a")))
