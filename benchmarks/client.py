@@ -16,6 +16,7 @@ import asyncio
 import json
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -56,7 +57,9 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What is sent. `prompt`: text, or the messages of a chat. `input_tokens` None: not known beforehand."""
+    """What is sent. `prompt`: text, or the messages of a chat. `input_tokens` None: not known beforehand. `more`: other
+    fields of the body.
+    """
 
     request_id: str
     prompt: str | list[Message]
@@ -64,6 +67,7 @@ class Call:
     input_tokens: int | None = None
     label: str = ""
     turn: int = 0
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     def body(self, target: Target, wants_timings: bool = False) -> dict[str, Any]:
         """Raises ValueError for messages to the completions endpoint."""
@@ -86,7 +90,7 @@ class Call:
             body |= {"ignore_eos": True, "skip_special_tokens": False}
         if wants_timings:
             body["stream_options"][_TIMINGS] = True
-        return body
+        return {**body, **self.more}
 
 
 @dataclass(frozen=True, slots=True)

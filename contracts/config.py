@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -37,6 +37,10 @@ class ModelConfig(Section):
     served_name: str | None = Field(
         None,
         description="Name clients use. Empty: taken from the path; `smollm2-135m-instruct` for the embedded model.",
+    )
+    adapters: dict[Annotated[str, Field(min_length=1, max_length=512)], str] = Field(
+        default_factory=dict,
+        description="LoRA adapters of the model (PEFT folders), e.g. {support: /srv/adapters/support}: checked at start and listed in /v1/models; requests for them are refused, since no worker applies them yet.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",

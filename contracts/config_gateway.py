@@ -5,6 +5,7 @@ A part of contracts/config.py in a file of its own; read once at start like the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
@@ -74,7 +75,7 @@ class GatewayConfig(TenantLimits):
     max_request_timeout_s: float | None = Field(
         None,
         gt=0,
-        description="Deadline of each request; a client may ask for less with the header x-request-timeout (seconds). Empty: coordinator.request_timeout_s alone.",
+        description="Deadline of each request, but not of lines of batches; a client may ask for less with the header x-request-timeout (seconds). Empty: coordinator.request_timeout_s alone.",
     )
     cors_origins: list[str] = Field(
         default_factory=list,
@@ -148,9 +149,9 @@ class GatewayConfig(TenantLimits):
                 )
         return self
 
-    def names_of(self, model: str) -> list[str]:
-        """Every name that a client may use, where `model` is the server's own."""
-        served = [model, *self.upstreams]
+    def names_of(self, model: str, adapters: Iterable[str] = ()) -> list[str]:
+        """Every name that a client may use, where `model` is the server's own, with `adapters`."""
+        served = [model, *adapters, *self.upstreams]
         return served + [alias for alias, name in self.aliases.items() if name in served]
 
     def limits_of(self, tenant: str) -> TenantLimits:

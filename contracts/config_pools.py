@@ -46,8 +46,15 @@ class PoolConfig(Section):
     )
 
     @property
+    def replica_bounds(self) -> tuple[int, int]:
+        """(fewest, most); both are the fixed number where it does not move."""
+        if self.max_replicas is None:
+            return self.num_replicas, self.num_replicas
+        return self.min_replicas, self.max_replicas
+
+    @property
     def most_replicas(self) -> int:
-        return self.max_replicas or self.num_replicas
+        return self.replica_bounds[1]
 
 
 class PrefillPoolConfig(PoolConfig):

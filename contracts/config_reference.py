@@ -42,6 +42,8 @@ def _type_of(annotation: Any) -> str:
         return ", ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) is dict:
         fields = getattr(get_args(annotation)[1], "model_fields", None)
+        if get_args(annotation)[1] is str:
+            return "name: text"
         return f"name: {{{', '.join(fields)}}}" if fields else "name: amount"
     kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
     return " or ".join(kind.__name__ for kind in kinds)

@@ -58,6 +58,9 @@ class MetricSpec:
 _WORKER = ("worker_id", "role")
 
 METRICS: tuple[MetricSpec, ...] = (
+    MetricSpec(
+        "baton_coordinator_cpu_seconds_total", "counter", "Processor time of the ingress replica's process."
+    ),
     MetricSpec("baton_requests_total", "counter", "Choices ended, by how.", ("endpoint", "outcome")),
     MetricSpec("baton_errors_total", "counter", "Errors shown to clients, by code.", ("endpoint", "code")),
     MetricSpec("baton_http_responses_total", "counter", "HTTP responses.", ("endpoint", "status")),

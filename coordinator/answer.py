@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Iterator
 from typing import Protocol
 
@@ -22,6 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from contracts.config import CoordinatorConfig
 from contracts.errors import BatonError
+from coordinator.alarm import Alarm
 from coordinator.drain import Drain
 from coordinator.errors_http import encode_json, error_body, json_response, log_fault
 from coordinator.forms import Envelope, Form, Json, make_form, spread
@@ -42,10 +44,6 @@ _STREAM_HEADERS = [
     (b"connection", b"keep-alive"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
-class SlowReaderError(Exception):
-    """The client took no byte for slow_reader_timeout_s. Nobody is left to be told."""
 
 
 class Answer(Response):
@@ -69,24 +67,30 @@ class Answer(Response):
         self._drain = drain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop, patience_s = asyncio.get_running_loop(), self._config.slow_reader_timeout_s
+        patience = asyncio.timeout(None)
+        alarm = Alarm(lambda: patience.reschedule(loop.time()))
+
         async def write(message: Message) -> None:
-            try:
-                async with asyncio.timeout(self._config.slow_reader_timeout_s):
-                    await send(message)
-            except TimeoutError as error:
-                raise SlowReaderError from error
+            alarm.set(time.monotonic() + patience_s)
+            await send(message)
+            alarm.off()
 
         self._metrics.running(self._job.endpoint, +1)
         try:
-            with self._drain.opened(self._outputs):
-                async with self._outputs:
-                    is_stream = self._job.params.stream
-                    work = self._stream(write) if is_stream else self._whole(scope, receive, write)
-                    await unless_left(work, receive)
-        except SlowReaderError:
+            async with patience:
+                with self._drain.opened(self._outputs):
+                    async with self._outputs:
+                        is_stream = self._job.params.stream
+                        work = self._stream(write) if is_stream else self._whole(scope, receive, write)
+                        await unless_left(work, receive)
+        except TimeoutError:
+            if not patience.expired():
+                raise
             self._metrics.error(self._job.endpoint, "slow_reader")
             logger.info("request %s: the client stopped reading", self._job.completion_id)
         finally:
+            alarm.close()
             self._metrics.running(self._job.endpoint, -1)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:

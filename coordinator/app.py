@@ -38,7 +38,7 @@ from coordinator.metrics import Metrics
 from coordinator.phases import make_phases
 from coordinator.planning import Planning, make_planning, running
 from decode.server import DecodeServer
-from engine.embedded import resolve_model
+from engine.embedded import check_model, resolve_model
 from engine.text.tokenizer import load_text
 from prefill.server import PrefillServer
 
@@ -101,7 +101,10 @@ class Coordinator:
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve in the replica, after the constructor."""
         config = self._config
-        text = load_text(resolve_model(config.model.path))
+        model_path = resolve_model(config.model.path)
+        if config.model.adapters:
+            check_model(model_path, adapters=config.model.adapters)
+        text = load_text(model_path)
         metrics = Metrics()
         fleet = Fleet(config, self._secret)
         pools: dict[Role, ServePool] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from contracts.blocks import num_blocks_for
 from contracts.request import GenerateRequest
 from contracts.service import Service
 from policy.place import PlaceRules
@@ -42,3 +43,11 @@ class Ask:
     def num_expected(self) -> int:
         """Tokens that its answer may have."""
         return min(self.request.max_total_tokens - self.request.num_known_tokens, MAX_EXPECTED_TOKENS)
+
+    def num_blocks(self, block_size: int) -> int:
+        """KV blocks that it takes now: for its known tokens and the next."""
+        return num_blocks_for(self.request.num_known_tokens + 1, block_size)
+
+    def grown_blocks(self, block_size: int) -> int:
+        """KV blocks that it may grow to, as far as can be foreseen."""
+        return num_blocks_for(self.request.num_known_tokens + self.num_expected + 1, block_size)

@@ -39,7 +39,7 @@ class ClusterBackend:
 
     def readiness(self) -> Readiness:
         """Ready: a worker that answers, and (unless colocated) one that reads and has passed the transfer self-test
-        with it; by their labels, not by their pools.
+        with it, or is the same one; by their labels, not by their pools.
         """
         pools = tuple(self._pool(role) for role in ("prefill", "decode"))
         workers = tuple(
@@ -89,6 +89,6 @@ class ClusterBackend:
         prefills = self._fleet.views("prefill")
         if not prefills:
             return "no prefill worker is ready"
-        if not any(view.peers & decodes for view in prefills):
+        if not any({view.worker_id, *view.peers} & decodes for view in prefills):
             return "no prefill worker has passed the transfer self-test with a decode worker"
         return ""

@@ -26,6 +26,7 @@ from contracts.roles import Duty, Orders
 from coordinator.drain import shutting_down
 from coordinator.links import WorkerLink
 from coordinator.placement import WorkerView
+from coordinator.views import Views
 
 MOVE_SHARE = 0.5
 """Part of its grace in which a leaving worker keeps its requests. Most end or move in it; the others have as long again
@@ -65,6 +66,7 @@ class Fleet:
         self._asking: dict[str, asyncio.TimerHandle] = {}
         self._overdue: set[str] = set()  # leaving workers whose requests have to move
         self._is_closed = False
+        self._views = Views(lambda worker_id: self._links.get(worker_id), self._is_usable)
 
     def sync(self, role: Role, workers: Iterable[WorkerInfo]) -> None:
         """The pool's workers, as Serve lists them now."""
@@ -80,10 +82,12 @@ class Fleet:
                     self._secret,
                     self._config.coordinator.worker_timeout_s,
                     self._link_changed,
+                    self._views.changed,
                 )
                 self._links[worker_id] = link
                 self._tasks[worker_id] = asyncio.create_task(link.run(), name=f"link-{worker_id}")
         for link in list(self._links.values()):
+            self._views.changed(link.info.worker_id)
             if not self._drop_if_departed(link):
                 self._note_leaving(link)
         self._renew_peers()
@@ -101,18 +105,18 @@ class Fleet:
 
     def views(self, role: Role) -> list[WorkerView]:
         """What placement sees: listed, live, ready workers that may take new work of this role."""
-        return [self._view(link) for link in self._links.values() if self._is_open(link, role)]
+        return self._views.of(role)
 
     def all_views(self) -> list[WorkerView]:
         """Listed, live, ready workers, whatever their label."""
-        return [self._view(link) for link in self._links.values() if self._is_usable(link)]
+        return self._views.all()
 
     def num_open(self, role: Role) -> int:
         """How many `views` would tell of."""
-        return sum(self._is_open(link, role) for link in self._links.values())
+        return len(self._views.of(role))
 
     def num_ready(self, pool: Role) -> int:
-        return sum(self._is_usable(link) for link in self._links.values() if link.info.role == pool)
+        return sum(view.home == pool for view in self._views.all())
 
     @property
     def num_coordinators(self) -> int:
@@ -171,11 +175,9 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         self._links.clear()
+        self._views.clear()
         self._tasks.clear()
         self._wake()
-
-    def _is_open(self, link: WorkerLink, role: Role) -> bool:
-        return link.label in (role, "mixed") and self._is_usable(link)
 
     def _is_usable(self, link: WorkerLink) -> bool:
         return self._is_staying(link) and link.is_ready
@@ -190,26 +192,6 @@ class Fleet:
         """Serve lists it, and it has not told that it ends."""
         is_draining = link.status is not None and link.status.is_draining
         return link.info.worker_id in self._listed[link.info.role] and not is_draining
-
-    def _view(self, link: WorkerLink) -> WorkerView:
-        status = link.status
-        assert status is not None, "only live links are viewed"
-        return WorkerView(
-            worker_id=link.info.worker_id,
-            num_requests=link.num_requests + status.num_foreign,
-            num_tokens=link.num_tokens + status.num_foreign_tokens,
-            num_available_blocks=status.audit.num_available,
-            num_blocks=link.info.num_blocks,
-            max_num_seqs=link.info.max_num_seqs,
-            peers=frozenset(peer.worker_id for peer in status.peers if peer.is_ready),
-            speeds=tuple((peer.worker_id, 1e9 * peer.gigabytes_per_s) for peer in status.peers),
-            bytes_per_token=link.info.layout.bytes_per_token,
-            steps=status.steps,
-            num_reading=link.num_reading,
-            role=link.label,
-            epoch=status.duty.epoch if status.duty is not None else 0,
-            home=link.info.role,
-        )
 
     def _link_changed(self, link: WorkerLink) -> None:
         """Called for every beat and every ended request, so the work here does not grow with the fleet."""
@@ -253,7 +235,7 @@ class Fleet:
 
     def _move_requests(self) -> None:
         """Off all workers whose time is over, once there is another one to write their answers."""
-        if any(self._is_open(link, "decode") for link in self._links.values()):
+        if self._views.of("decode"):
             for worker_id in self._overdue:
                 self._links[worker_id].give_up(DrainingError(f"{worker_id} leaves"))
 
@@ -268,6 +250,7 @@ class Fleet:
         if is_listed or worker_id not in self._links or (link.num_requests and link.is_alive):
             return False
         del self._links[worker_id]
+        self._views.changed(worker_id)
         self._stays(worker_id)
         self._told.pop(worker_id, None)
         self._tasks.pop(worker_id).cancel()

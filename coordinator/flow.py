@@ -22,7 +22,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from contracts.blocks import num_blocks_for
 from contracts.config import BatonConfig
 from contracts.errors import (
     BatonError,
@@ -219,19 +218,20 @@ class Flow:
         self._asked[entry.request_id] = ask
         # What an entry hears of no room is true for all that ask for the same in the same way.
         kind = (replace(service, tenant=""), ask.avoid)
+        run: Run | None = None
         is_back = False
         try:
             async with asyncio.timeout(line_deadline - time.monotonic()):
                 while True:
                     grant = partial(self._grant, ask, story.arrived_s)
-                    try:
-                        run = await self._line.turn(entry, grant, kind, is_back)
-                    except asyncio.CancelledError:
-                        self.predictor.left(ask)
-                        raise
+                    run = await self._line.turn(entry, grant, kind, is_back)
                     if await self._is_granted(run, line_deadline):
                         return run
-                    is_back = True
+                    run, is_back = None, True
+        except asyncio.CancelledError:  # not at its deadline: then it was not the caller who gave up
+            if run is None:
+                self.predictor.left(ask)
+            raise
         except TimeoutError:
             raise self._timed_out(story, entry, time.monotonic() >= deadline, patience_s) from None
         finally:
@@ -249,7 +249,7 @@ class Flow:
             story.arrived_s,
             math.inf if is_resumed else story.arrived_s + waited_s + ask.left_s,
             service_s,
-            num_blocks_for(request.num_known_tokens + 1, self._config.engine.block_size),
+            ask.num_blocks(self._config.engine.block_size),
             service.tenant,
             service.service_class,
             is_kept,
@@ -279,13 +279,7 @@ class Flow:
         except BaseException:
             self._release(run)
             raise
-        block_size = self._config.engine.block_size
-        held = Held(
-            num_blocks_for(ask.request.num_known_tokens + 1, block_size),
-            num_blocks_for(ask.request.num_known_tokens + ask.num_expected + 1, block_size),
-            math.inf if ask.service.itl_s is None else ask.service.itl_s,
-            ask.service.is_leftover,
-        )
+        held = Held.of(ask, self._config.engine.block_size)
         self._room.took(answer.decode_id, run.decode.status, ask.request.request_id, held)
         return run
 
@@ -325,7 +319,7 @@ class Flow:
 
     def _timed_out(self, story: Story, entry: Waiting, is_over: bool, patience_s: float) -> BatonError:
         """Nobody had room in time."""
-        self.predictor.refused(self._asked[entry.request_id], "no_room")
+        self.predictor.refused(self._asked[entry.request_id], "deadline" if is_over else "no_room")
         if is_over:
             return DeadlineError("the request's deadline passed before a worker had room")
         retry_after_s = self._line.pace.wait_s(self._line.num_waiting)
@@ -346,9 +340,9 @@ class Flow:
         return [] if self._reads_locally else self._fleet.views("prefill")
 
     def _writers(self) -> list[WorkerView]:
-        views = self._fleet.views("decode")
-        self._room.forget_gone({view.worker_id for view in views})
-        return [self._room.seen(view, self._fleet.link(view.worker_id).status) for view in views]
+        return self._room.all_seen(
+            self._fleet.views("decode"), lambda worker_id: self._fleet.link(worker_id).status
+        )
 
     def _make_run(self, request: GenerateRequest, placement: Placement) -> Run:
         decode = self._fleet.link(placement.decode_id)

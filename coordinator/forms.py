@@ -54,6 +54,7 @@ class Envelope:
             "created": job.created,
             "model": job.model,
             "system_fingerprint": f"fp_{text.fingerprint[:12]}",
+            **job.mirror,
         }
         self._chunk_head = {**self._head, "object": "chat.completion.chunk"} if is_chat else self._head
 
@@ -239,10 +240,7 @@ class CompletionForm:
     def _prompt_entries(self, index: int, piece: Piece) -> list[_Entry]:
         if not piece.prompt or not self._job.params.echo:
             return []
-        prompt, count = (
-            self._job.prompts[index // self._job.params.num_outputs],
-            self._job.params.num_logprobs,
-        )
+        prompt, count = self._job.prompt_of(index), self._job.params.num_logprobs
         return [
             (token_id, found.logprob, None if found.logprob is None else found.top[:count])
             for token_id, found in zip(prompt.ids, piece.prompt, strict=True)
@@ -253,7 +251,7 @@ class CompletionForm:
         text = self._names.text
         piece = text.token_text(token_id)
         if is_first and token_id == text.bos_id and self._job.params.echo:
-            echo = self._job.prompts[index // self._job.params.num_outputs].echo_text
+            echo = self._job.prompt_of(index).echo_text
             return len(piece) if echo.startswith(piece) else 0
         return len(piece)
 

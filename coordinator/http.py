@@ -1,8 +1,8 @@
 """The HTTP edge: routes, ids, errors. `make_app(config, text, backend)` is all that the composition root
 needs.
 
-    body ─► JSON ─► parameters ─► prompt ids ─► limits ─► Job ─► Answer        every error before this: no
-    device time
+    body ─► JSON ─► parameters ─► class, promises ─► prompt ids ─► limits ─► Job ─► Answer
+                                                              every error before this: no device time
 
 FastAPI is the container that Serve expects; bodies are read by body.py and schema.py, because its own
 validation answers in a form that no OpenAI client reads, and turns some bodies into a 500.
@@ -29,7 +29,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from contracts.config import BatonConfig
-from contracts.errors import BatonError, ModelNotFoundError
+from contracts.errors import BatonError, RequestError
 from coordinator import openapi
 from coordinator.answer import Answer
 from coordinator.backend import Backend
@@ -48,10 +48,12 @@ from coordinator.gateway.gateway import Gateway
 from coordinator.gateway.meter import MeteredBackend
 from coordinator.job import Endpoint, Job, check_num_choices, make_job
 from coordinator.metrics import CONTENT_TYPE, Metrics
+from coordinator.models import Models
 from coordinator.outputs import Outputs
+from coordinator.promises import tier_of
 from coordinator.prompts import Prompt, chat_prompt, completion_prompts, read_messages, read_prompts
 from coordinator.responses import chat_body, mirror, named_as_responses
-from coordinator.schema import Params, parse_chat, parse_completion
+from coordinator.schema import Params, parse_chat, parse_completion, shown
 from coordinator.shape import Shape, behind_prompt, chat_shape, check_grammar, completion_shape
 from coordinator.tokenize import detokenize, tokenize
 from coordinator.tools import read_tools
@@ -155,7 +157,7 @@ class Edge:
         self._backend = backend
         self.metrics = metrics
         self._model = config.model.served_name or text.name
-        self._card = {"id": self._model, "object": "model", "created": int(time.time()), "owned_by": "baton"}
+        self._models = Models(config, self._model, lambda: backend.capacity().max_total_tokens)
         metrics.watch_workers(lambda: backend.readiness().workers)
 
     async def chat(self, request: Request) -> Response:
@@ -174,6 +176,7 @@ class Edge:
     ) -> Response:
         params, messages = parse_chat(body), read_messages(body)
         self._check_model(params)
+        told = self._settle(params)
         check_num_choices(params, 1, self._config.server.max_choices)
         tools = read_tools(body)
         shape = chat_shape(body, params, tools, self._text)
@@ -183,41 +186,41 @@ class Edge:
             size += _MAX_INLINE_BYTES + 1
         prompt = await off_loop(size, lambda: chat_prompt(self._text, messages, params, limit, tools))
         await check_grammar(shape, self._grammars)
-        shape = replace(behind_prompt(shape, prompt.tail), mirror=repeated or {})
+        shape = replace(behind_prompt(shape, prompt.tail), mirror=(repeated or {}) | told)
         return self._answer(endpoint, params, [prompt], shape)
 
     async def completions(self, request: Request) -> Response:
         self._drain.check()
         body = await self._body(request)
         params = parse_completion(body)
+        self._check_model(params)
+        told = self._settle(params)
         limit = self._backend.capacity().max_total_tokens
         sources = read_prompts(body, self._text.vocab_size, self._config.server.max_choices, limit)
-        self._check_model(params)
         check_num_choices(params, len(sources), self._config.server.max_choices)
         size = sum(map(len, sources))
         prompts = await off_loop(size, lambda: completion_prompts(self._text, sources, params, limit))
-        shape = completion_shape(body)
+        shape = replace(completion_shape(body), mirror=told)
         await check_grammar(shape, self._grammars)
         return self._answer("completions", params, prompts, shape)
 
     async def models(self, request: Request) -> Response:
-        names = self._config.gateway.names_of(self._model)
-        return json_response({"object": "list", "data": [self._model_card(name) for name in names]})
+        return json_response({"object": "list", "data": self._models.cards()})
 
     async def model(self, request: Request) -> Response:
-        name = request.path_params["model_id"]
-        if name not in self._config.gateway.names_of(self._model):
-            self._require_model(name)
-        return json_response(self._model_card(name))
+        return json_response(self._models.card(request.path_params["model_id"]))
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request)
+        self._check_name(body)
         limit = self._backend.capacity().max_total_tokens
         work = functools.partial(tokenize, body, self._text, limit)
         return json_response(await asyncio.to_thread(work))
 
     async def detokenize(self, request: Request) -> Response:
-        return json_response(detokenize(await self._body(request), self._text))
+        body = await self._body(request)
+        self._check_name(body)
+        return json_response(detokenize(body, self._text))
 
     async def health(self, request: Request) -> Response:
         """The process answers; whether it can serve is /ready's business."""
@@ -273,9 +276,6 @@ class Edge:
         return await read_json(request, self._config.server.max_body_bytes)
 
     def _answer(self, endpoint: Endpoint, params: Params, prompts: list[Prompt], shape: Shape) -> Response:
-        context = CURRENT.get()
-        if context is not None:
-            context.settle(self._config.slo, params.service_tier, params.model or self._model)
         capacity = self._backend.capacity()
         job: Job = make_job(endpoint, self._model, params, prompts, self._text, capacity, shape)
         for prompt in prompts:
@@ -284,21 +284,29 @@ class Edge:
         outputs = Outputs(job, self._text, self._backend, self.metrics, coordinator.request_timeout_s)
         return Answer(job, self._text, outputs, self.metrics, coordinator, self._drain)
 
+    def _settle(self, params: Params) -> dict[str, Any]:
+        """Class and promises, before any work; what the answer says of them: the tier, if one was asked for.
+
+        Raises RequestError, PermissionDenied: see promises.read_service.
+        """
+        context, tier = CURRENT.get(), params.service_tier
+        if context is None:
+            return {}
+        service = context.settle(self._config.slo, tier, params.model or self._model)
+        return {} if tier is None else {"service_tier": tier_of(service.service_class, tier)}
+
+    def _check_name(self, body: dict[str, Any]) -> None:
+        """As `_check_model`, where no parameters are read: another model has other tokens."""
+        name = body.get("model")
+        if not isinstance(name, str | None):
+            raise RequestError(f"model: expected text but got {shown(name)}", param="model")
+        if name is not None:
+            self._models.require(name)
+
     def _check_model(self, params: Params) -> None:
         """A missing name means the one model there is."""
         if params.model is not None:
-            self._require_model(params.model)
-
-    def _require_model(self, name: str) -> None:
-        if self._config.gateway.aliases.get(name, name) != self._model:
-            raise ModelNotFoundError(f"model: expected {self._model!r} but got {name[:100]!r}", param="model")
-
-    def _model_card(self, name: str) -> dict[str, Any]:
-        """How long a model of another server may be is not known here."""
-        card = {**self._card, "id": name}
-        if self._config.gateway.aliases.get(name, name) != self._model:
-            return card
-        return {**card, "max_model_len": self._backend.capacity().max_total_tokens}
+            self._models.require(params.model)
 
 
 class RequestScope:

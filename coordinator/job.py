@@ -74,6 +74,10 @@ class Job:
     def num_choices(self) -> int:
         return len(self.prompts) * self.params.num_outputs
 
+    def prompt_of(self, index: int) -> Prompt:
+        """The prompt that choice `index` answers."""
+        return self.prompts[index // self.params.num_outputs]
+
 
 def make_job(
     endpoint: Endpoint,

@@ -190,7 +190,8 @@ def _start(
             f"{role}.tensor_parallel_size": pool.tensor_parallel_size
             for role, pool in (("prefill", config.prefill), ("decode", config.decode))
         }
-        check_model(resolve_model(args.model or config.model.path, stages), num_ranks)
+        path = resolve_model(args.model or config.model.path, stages)
+        check_model(path, num_ranks, config.model.adapters)
     from coordinator.haproxy import serve_environment
 
     stages.begin("starting Ray")

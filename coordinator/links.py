@@ -53,7 +53,7 @@ MAX_BACKOFF_S = 1.0
 class WorkerLink:
     """One worker as this coordinator sees it. `run` is its owner task.
 
-    `on_change(link)` fires whenever its state or load changes.
+    `on_change(link)` fires whenever its state changes or its load falls, `on_load(worker_id)` at any change of both.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class WorkerLink:
         secret: bytes,
         timeout_s: float,
         on_change: Callable[[WorkerLink], None],
+        on_load: Callable[[str], None],
     ) -> None:
         self.info = info
         self.status: Status | None = None
@@ -70,6 +71,7 @@ class WorkerLink:
         self._secret = secret
         self._timeout_s = timeout_s
         self._on_change = on_change
+        self._on_load = on_load
         self._channel: Channel | None = None
         self._sinks: dict[str, Callable[[Event], None]] = {}
         self._num_tokens: dict[str, int] = {}
@@ -123,12 +125,14 @@ class WorkerLink:
             self._reading.add(request_id)
         self._num_tokens[request_id] = num_tokens
         self._total_tokens += num_tokens
+        self._on_load(self.info.worker_id)
 
     def was_read(self, request_id: str) -> None:
         """Its prompt is no load any more; the request itself still is."""
         if request_id in self._num_tokens:
             self._total_tokens -= self._num_tokens[request_id]
             self._num_tokens[request_id] = 0
+            self._on_load(self.info.worker_id)
 
     def close(self, request_id: str, cancel: bool) -> None:
         """Forget the request; with `cancel`, the worker forgets it too."""
@@ -141,7 +145,7 @@ class WorkerLink:
                 self._channel.send(Cancel(request_id))
             except WorkerLostError:
                 logger.debug("%s was lost before the cancel of %s", self.info.worker_id, request_id)
-        self._on_change(self)
+        self._changed()
 
     def ask_to_move(self) -> None:
         """Whoever is decoded here shall go on elsewhere, while it is decoded."""
@@ -226,7 +230,7 @@ class WorkerLink:
             case Status():
                 if message.incarnation == self.info.incarnation:
                     self.status = message
-                    self._on_change(self)
+                    self._changed()
             case AuditReply(call_id):
                 future = self._audits.get(call_id)
                 if future is not None and not future.done():
@@ -246,4 +250,8 @@ class WorkerLink:
         for future in self._audits.values():
             if not future.done():
                 future.set_exception(error)
+        self._changed()
+
+    def _changed(self) -> None:
+        self._on_load(self.info.worker_id)
         self._on_change(self)

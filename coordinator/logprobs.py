@@ -52,7 +52,7 @@ class PromptListing:
             return {}
         if not found:
             return {"prompt_logprobs": None}
-        ids = self._job.prompts[index // self._job.params.num_outputs].ids
+        ids = self._job.prompt_of(index).ids
         entries = [
             None if each.logprob is None else self._entry(token_id, each, count)
             for token_id, each in zip(ids, found, strict=True)

@@ -7,6 +7,7 @@ stale gauge.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -21,7 +22,8 @@ from coordinator.promises import Met
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_AT_SCRAPE = ("baton_worker_", "baton_link_", "baton_kv_", "baton_role")
+_CPU = "baton_coordinator_cpu_seconds_total"
+_AT_SCRAPE = (_CPU, "baton_worker_", "baton_link_", "baton_kv_", "baton_role")
 
 
 class Metrics:
@@ -32,9 +34,11 @@ class Metrics:
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
+        self._gaps: dict[str, Histogram] = {}  # by endpoint: looked up with every token
         for spec in METRICS:
             if not spec.name.startswith(_AT_SCRAPE):
                 self._add(spec)
+        self._registry.register(_CpuCollector())
 
     def _add(self, spec: MetricSpec) -> None:
         if spec.kind == "counter":
@@ -71,7 +75,10 @@ class Metrics:
         self._counters["baton_output_tokens_total"].inc()
 
     def next_token(self, endpoint: str, itl_s: float) -> None:
-        self._histograms["baton_itl_seconds"].labels(endpoint).observe(itl_s)
+        gaps = self._gaps.get(endpoint)
+        if gaps is None:
+            gaps = self._gaps[endpoint] = self._histograms["baton_itl_seconds"].labels(endpoint)
+        gaps.observe(itl_s)
         self._counters["baton_output_tokens_total"].inc()
 
     def ended(self, endpoint: str, outcome: str, e2e_s: float, num_tokens: int) -> None:
@@ -122,12 +129,23 @@ class Metrics:
         self._counters["baton_batch_lines_total"].labels(outcome).inc()
 
 
+class _CpuCollector(Collector):
+    def collect(self) -> Iterator[Metric]:
+        family = _family(BY_NAME[_CPU])
+        family.add_metric((), time.process_time())
+        yield family
+
+
 class _WorkerCollector(Collector):
     def __init__(self, workers: Callable[[], Iterable[WorkerStatus]]) -> None:
         self._workers = workers
 
     def collect(self) -> Iterator[Metric]:
-        families = {spec.name: _family(spec) for spec in METRICS if spec.name.startswith(_AT_SCRAPE)}
+        families = {
+            spec.name: _family(spec)
+            for spec in METRICS
+            if spec.name.startswith(_AT_SCRAPE) and spec.name != _CPU
+        }
         for worker in self._workers():
             for name, labels, value in _samples(worker):
                 families[name].add_metric(labels, value)

@@ -43,6 +43,9 @@ _SHAPES = {
     "guided_regex": _TEXT,
     "guided_choice": {"type": "array", "items": _TEXT},
     "guided_grammar": _TEXT,
+    "guided_json_object": {"type": "boolean"},
+    "guided_whitespace_pattern": _TEXT,
+    "modalities": {"type": "array", "items": {"enum": ["text"]}},
 }
 _ERROR = {
     "type": "object",
@@ -98,7 +101,7 @@ _OPERATIONS = (
     _Operation("get", "/v1/models", "The models that are served."),
     _Operation("get", "/v1/models/{model_id}", "One model."),
     _Operation("post", "/v1/files", "Upload the input of a batch.", "File", "multipart/form-data"),
-    _Operation("get", "/v1/files", "The tenant's files, newest first.", queries=_PAGE),
+    _Operation("get", "/v1/files", "The tenant's files, newest first.", queries=(*_PAGE, "order", "purpose")),
     _Operation("get", "/v1/files/{file_id}", "One file."),
     _Operation("delete", "/v1/files/{file_id}", "Delete a file."),
     _Operation("get", "/v1/files/{file_id}/content", "A file's bytes."),

@@ -19,6 +19,7 @@ from typing import Self
 
 from contracts.errors import BatonError, DeadlineError, Fault
 from contracts.request import Finished, GenerateRequest, PromptLogprob, Timings, Token
+from coordinator.alarm import Alarm
 from coordinator.backend import Backend
 from coordinator.errors_http import as_baton_error
 from coordinator.job import Job, OutputPlan
@@ -144,6 +145,7 @@ class Outputs:
         self._num_open = len(job.plans)
         self._error: BaseException | None = None
         self._news = asyncio.Event()
+        self._alarm = Alarm(self._news.set)
 
     async def __aenter__(self) -> Self:
         for plan in self._job.plans:
@@ -153,6 +155,7 @@ class Outputs:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._alarm.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -164,11 +167,10 @@ class Outputs:
         Raises BatonError if the job failed, after the text that came before the failure was taken.
         """
         if not self._waiting and self._error is None and self._num_open:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._news.wait()
-            except TimeoutError:
-                return {}
+            if timeout_s is not None:
+                self._alarm.set(time.monotonic() + timeout_s)
+            await self._news.wait()
+            self._alarm.off()
         self._news.clear()
         waiting, self._waiting = self._waiting, {}
         if waiting:

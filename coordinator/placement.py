@@ -120,9 +120,14 @@ def place(
         return p.worker_id in avoid, p.num_tokens + times * demand.num_tokens, draw()
 
     decode_id = min(room, key=writing).worker_id
-    able = [p for p in prefills if decode_id in (p.worker_id, *p.peers) and p.num_blocks >= demand.num_blocks]
-    prefill_id = min(able, key=reading).worker_id if able else decode_id
-    return Placement(decode_id, None if prefill_id == decode_id else prefill_id)
+
+    def is_able(p: WorkerView) -> bool:
+        return (decode_id in p.peers or decode_id == p.worker_id) and p.num_blocks >= demand.num_blocks
+
+    best = min(prefills, key=reading, default=None)
+    if best is not None and not is_able(best):  # seldom: all know each other once a fleet has settled
+        best = min(filter(is_able, prefills), key=reading, default=None)
+    return Placement(decode_id, None if best is None or best.worker_id == decode_id else best.worker_id)
 
 
 def new_home(

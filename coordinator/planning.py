@@ -28,7 +28,7 @@ from coordinator.demand import DemandMeter
 from coordinator.fleet import Fleet
 from coordinator.learned import step_model, whole_reports
 from coordinator.placement import WorkerView
-from coordinator.replicas import bounds_of, pool_sizes
+from coordinator.replicas import pool_sizes
 from policy.fleet import WorkerState
 from policy.planner import Mix, Plan, Planner, PlanRules
 
@@ -161,7 +161,7 @@ class Planning:
         pools = {role: self._config.pool(role) for role in roles}
         if any(pool.max_replicas is not None for pool in pools.values()):
             present = {role: self._fleet.num_ready(role) for role in roles}
-            bounds = {role: bounds_of(pools[role]) for role in roles}
+            bounds = {role: pools[role].replica_bounds for role in roles}
             for role, size in pool_sizes(plan, present, bounds).items():
                 self._fleet.order_size(role, size)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from contracts.blocks import block_hashes, num_blocks_for
+from contracts.blocks import block_hashes
 from contracts.config import BatonConfig
 from contracts.request import GenerateRequest
 from contracts.roles import RoleLabel
@@ -107,7 +107,7 @@ class Predictor:
         request = ask.request
         demand = Demand.of(request.num_known_tokens, request.max_total_tokens, self._engine.block_size)
         if ask.is_leftover:
-            grown = num_blocks_for(request.num_known_tokens + ask.num_expected + 1, self._engine.block_size)
+            grown = ask.grown_blocks(self._engine.block_size)
             prefills, decodes = within_leftover(grown, self._slo.leftover_share, prefills, decodes)
         weighed, rule = self._weigh(ask, demand, prefills, decodes), "predicted"
         answer: Placement | NotNow | None = self._checked(weighed.decision, prefills, decodes)

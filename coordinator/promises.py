@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from contracts.config_slo import SloConfig
 from contracts.errors import PermissionDenied, RequestError
@@ -28,6 +28,18 @@ _OF_TIER: dict[Tier, ServiceClass] = {"flex": "best_effort", "priority": "intera
 Met = Literal["both", "ttft", "itl", "none"]
 
 
+def tier_of(service_class: ServiceClass, asked: Tier) -> Tier:
+    """How a client that asked for a tier is told which class it got: what OpenAI's `service_tier` of an answer is."""
+    if service_class != "interactive":
+        return "flex"
+    return "priority" if asked == "priority" else "default"
+
+
+def known_tier(value: Any) -> Tier | None:
+    """None for what only another server may know."""
+    return value if value in get_args(Tier) else None
+
+
 def read_service(
     slo: SloConfig,
     headers: Mapping[str, str],
@@ -36,8 +48,20 @@ def read_service(
     tenant: str,
     allowed: Sequence[ServiceClass],
 ) -> Service:
-    """What a request is promised. `allowed`: the tenant's classes, the first is its default; the header goes before the
-    body. Raises RequestError naming the header, PermissionDenied for a class that the tenant has not.
+    """What a request is promised. Raises as `read_class`, and RequestError naming a header of promises."""
+    service_class = read_class(headers, tier, allowed)
+    service = slo.service(service_class, model, tenant)
+    ttft_s = _asked_s(slo, headers, TTFT_HEADER, "ttft_ms", service.ttft_s)
+    itl_s = _asked_s(slo, headers, ITL_HEADER, "itl_ms", service.itl_s)
+    return replace(service, ttft_s=ttft_s, itl_s=itl_s)
+
+
+def read_class(
+    headers: Mapping[str, str], tier: Tier | None, allowed: Sequence[ServiceClass]
+) -> ServiceClass:
+    """A request's class. `allowed`: the tenant's classes, the first is its default; the header goes before the body.
+
+    Raises RequestError naming the header, PermissionDenied for a class that the tenant has not.
     """
     asked = headers.get(CLASS_HEADER)
     if asked is not None and asked not in CLASSES:
@@ -49,10 +73,7 @@ def read_service(
         raise PermissionDenied(
             f"{where}: expected a class of this key ({', '.join(allowed)}) but got {service_class}"
         )
-    service = slo.service(service_class, model, tenant)
-    ttft_s = _asked_s(slo, headers, TTFT_HEADER, "ttft_ms", service.ttft_s)
-    itl_s = _asked_s(slo, headers, ITL_HEADER, "itl_ms", service.itl_s)
-    return replace(service, ttft_s=ttft_s, itl_s=itl_s)
+    return service_class
 
 
 def _asked_s(

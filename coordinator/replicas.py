@@ -12,19 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from contracts.config_pools import PoolConfig
 from contracts.messages import Role
 from policy.planner import Plan
 
 Bounds = tuple[int, int]
 """(fewest, most) replicas of a pool."""
-
-
-def bounds_of(pool: PoolConfig) -> Bounds:
-    """Both are the fixed number where it does not move."""
-    if pool.max_replicas is None:
-        return pool.num_replicas, pool.num_replicas
-    return pool.min_replicas, pool.max_replicas
 
 
 def pool_sizes(plan: Plan, present: Mapping[Role, int], bounds: Mapping[Role, Bounds]) -> dict[Role, int]:

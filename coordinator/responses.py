@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from contracts.errors import RequestError, UnsupportedError
-from coordinator.schema import REFUSED, shown
+from coordinator.schema import REFUSED, refuse, refuse_misspelt, shown
 
 _SAME = (
     "model", "temperature", "top_p", "stream", "parallel_tool_calls", "seed", "stop", "min_p", "top_k", "cache_salt",
@@ -28,7 +28,17 @@ _FOREIGN: dict[str, tuple[Any, ...]] = {
     "max_tokens": (), "max_completion_tokens": (), "add_generation_prompt": (True,), "add_special_tokens": (False,),
     "continue_final_message": (False,), "include_timings": (False,), "return_tokens_as_token_ids": (False,),
 }  # fmt: skip
-_REFUSED = ("previous_response_id", "conversation", "prompt", "context_management", "max_tool_calls")
+_STORED: dict[str, tuple[Any, ...]] = {
+    "previous_response_id": (), "conversation": (), "prompt": (), "context_management": (), "background": (False,),
+}  # fmt: skip
+_UNBUILT: dict[str, tuple[Any, ...]] = {
+    "truncation": ("disabled",), "max_tool_calls": (), "top_logprobs": (0,),
+    "include": ([], ["reasoning.encrypted_content"]),
+}  # fmt: skip
+_OWN = ("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning")
+_INERT = ("store", "metadata", "user", "stream_options", "safety_identifier", "prompt_cache_key")
+_FIELDS = frozenset((*_SAME, *_OWN)) - REFUSED.keys()
+_KNOWN = frozenset((*_SAME, *_OWN, *_INERT, *_STORED, *_UNBUILT, *_FOREIGN))
 _CHAT_NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -41,19 +51,10 @@ _CALL_TYPES = ("function_call", "function_call_output", "reasoning", "message", 
 
 def chat_body(body: dict[str, Any]) -> dict[str, Any]:
     """The same request as a chat. Raises RequestError, UnsupportedError naming the field as this endpoint does."""
-    for name in _REFUSED:
-        if body.get(name) is not None:
-            raise UnsupportedError(f"{name}: not supported by this server, which stores nothing", param=name)
-    for name, inert in (("background", (None, False)), ("truncation", (None, "disabled"))):
-        if body.get(name) not in inert:
-            raise UnsupportedError(f"{name}: only {inert[1]!r} is supported", param=name)
-    if body.get("top_logprobs") or body.get("include") not in (None, [], ["reasoning.encrypted_content"]):
-        name = "top_logprobs" if body.get("top_logprobs") else "include"
-        raise UnsupportedError(f"{name}: not supported by this server", param=name)
-    for name, inert_values in _FOREIGN.items():
-        value = body.get(name)
-        if value is not None and not any(value is item for item in inert_values):
-            raise UnsupportedError(f"{name}: no field of /v1/responses", param=name)
+    refuse(body, _STORED, "not supported by this server, which stores nothing")
+    refuse(body, _UNBUILT, "not supported by this server")
+    refuse(body, _FOREIGN, "no field of /v1/responses")
+    refuse_misspelt(body, _FIELDS, _KNOWN)
     chat = {name: body[name] for name in _SAME if body.get(name) is not None}
     chat["messages"] = _messages(body)
     chat["reasoning_effort"] = _effort(body.get("reasoning"))

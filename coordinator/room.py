@@ -9,9 +9,11 @@ everybody to the same worker, which refuses most of them, and then ask it again 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Self
 
+from coordinator.ask import Ask
 from coordinator.placement import WorkerView
 
 
@@ -23,6 +25,13 @@ class Held:
     max_blocks: int
     itl_s: float = math.inf
     is_leftover: bool = False
+
+    @classmethod
+    def of(cls, ask: Ask, block_size: int) -> Self:
+        """What a request holds once it is sent to a worker."""
+        itl_s = math.inf if ask.service.itl_s is None else ask.service.itl_s
+        now, grown = ask.num_blocks(block_size), ask.grown_blocks(block_size)
+        return cls(now, grown, itl_s, ask.service.is_leftover)
 
 
 @dataclass(slots=True)
@@ -74,10 +83,18 @@ class Room:
             self.left(source_id, request_id)
             self._held.setdefault(target_id, {})[request_id] = held
 
-    def forget_gone(self, live: Collection[str]) -> None:
-        """Workers that are not in `live` will not report again."""
-        if len(self._since) > len(live):
+    def all_seen(self, views: list[WorkerView], report_of: Callable[[str], object]) -> list[WorkerView]:
+        """The views with all that is known here; `report_of` a worker, by its id."""
+        if len(self._since) > len(views):  # workers that are gone will not report again
+            live = {view.worker_id for view in views}
             self._since = {worker_id: since for worker_id, since in self._since.items() if worker_id in live}
+        held, since = self._held, self._since
+        return [
+            self.seen(view, report_of(view.worker_id))
+            if view.worker_id in since or view.worker_id in held
+            else view
+            for view in views
+        ]
 
     def seen(self, view: WorkerView, report: object) -> WorkerView:
         """The view with all that is known here."""

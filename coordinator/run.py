@@ -29,6 +29,7 @@ from contracts.errors import (
 from contracts.messages import HandedOff, Prefill, Reserve, Reserved, Role, Stayed
 from contracts.request import Finished, GenerateRequest, Token
 from contracts.ticket import sign
+from coordinator.alarm import Alarm
 from coordinator.links import Event, MoveOn, WorkerLink
 from coordinator.move import RETRY_S, Find, Move, as_moved, ticket_of
 
@@ -78,7 +79,9 @@ class Run:
         self._means = means
         self._config = means.config
         self._observer = means.observer
-        self._inbox: asyncio.Queue[tuple[WorkerLink, Event]] = asyncio.Queue()
+        self._inbox: asyncio.Queue[tuple[WorkerLink, Event | None]] = asyncio.Queue()
+        # None among the events: nothing has come for as long as somebody waits.
+        self._alarm = Alarm(lambda: self._inbox.put_nowait((decode, None)))
         self._handoff_id = secrets.token_hex(8) if prefill is not None else ""
         self._num_cached = 0
         self._open: dict[WorkerLink, bool] = {}
@@ -159,17 +162,19 @@ class Run:
         yield replace(end, num_cached_tokens=max(end.num_cached_tokens, self._num_cached))
 
     async def _next(self, deadline: float, patience_s: float) -> Token | Finished | None:
-        try:
-            async with asyncio.timeout(min(deadline - time.monotonic(), patience_s)):
-                while isinstance((heard := await self._inbox.get())[1], MoveOn):
-                    self._leave(heard[0], heard[1].free_share)  # no sign of life: patience goes on
-        except TimeoutError:
-            if time.monotonic() >= deadline:
-                raise DeadlineError("the request did not finish before its deadline") from None
-            raise WorkerLostError(
-                f"no token from {' or '.join(self.worker_ids)} for {patience_s} s"
-            ) from None
-        return self._take(*heard)
+        due_s = min(deadline, time.monotonic() + patience_s)
+        self._alarm.set(due_s)
+        while True:
+            link, event = await self._inbox.get()
+            if isinstance(event, MoveOn):
+                self._leave(link, event.free_share)  # no sign of life: patience goes on
+            elif event is not None:
+                return self._take(link, event)
+            elif time.monotonic() >= due_s:  # not of an event before
+                break
+        if time.monotonic() >= deadline:
+            raise DeadlineError("the request did not finish before its deadline")
+        raise WorkerLostError(f"no token from {' or '.join(self.worker_ids)} for {patience_s} s")
 
     def _take(self, link: WorkerLink, event: Event) -> Token | Finished | None:
         """What of an event concerns the client. Raises the error that ends the attempt."""
@@ -274,6 +279,7 @@ class Run:
 
     def close(self) -> None:
         """End the request wherever it has not ended by itself; the workers end its entries in Serve's books."""
+        self._alarm.close()
         if self._move is not None:
             self._stay(self._move, "ended")
         for link, is_open in self._open.items():

@@ -12,6 +12,7 @@ Messages and prompts have too many forms for a schema with readable errors; prom
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from difflib import get_close_matches
 from functools import cache
 from itertools import islice
@@ -240,11 +241,19 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "return_hidden_states": (False,),
 }
 
+# Of the other endpoint, and known here only to be refused: to drop one would answer something else than was asked.
+_OF_CHATS: dict[str, tuple[Any, ...]] = {
+    "tools": ([],), "tool_choice": ("none", "auto"), "max_completion_tokens": (), "top_logprobs": (0,),
+    "continue_final_message": (False,),
+}  # fmt: skip
+_OF_COMPLETIONS: dict[str, tuple[Any, ...]] = {"best_of": (1,)}
+
 AnyParams = TypeVar("AnyParams", bound=Params)
 
 
 def parse_chat(body: dict[str, Any]) -> ChatParams:
     """Raises RequestError naming the first field that is wrong, UnsupportedError for one that is not built."""
+    refuse(body, _OF_COMPLETIONS, "only completions have it")
     params = _validated(ChatParams, body)
     if params.top_logprobs and not params.logprobs:
         raise RequestError("top_logprobs: expected logprobs=true beside it", param="top_logprobs")
@@ -280,8 +289,7 @@ def parse_completion(body: dict[str, Any]) -> CompletionParams:
     """Raises RequestError naming the first field that is wrong, UnsupportedError for one that is not built."""
     if body.get("logprobs") is False:
         body = {**body, "logprobs": None}
-    if body.get("tools"):
-        raise UnsupportedError("tools: only chats have tools", param="tools")
+    refuse(body, _OF_CHATS, "only chats have it")
     params = _validated(CompletionParams, body)
     if params.best_of is not None and params.best_of < params.n:
         raise RequestError(
@@ -298,12 +306,12 @@ def parse_completion(body: dict[str, Any]) -> CompletionParams:
 
 def _validated(kind: type[AnyParams], body: dict[str, Any]) -> AnyParams:
     _refuse_unbuilt(body)
-    _refuse_misspelt(kind, body)
+    refuse_misspelt(body, kind.model_fields, _known_fields(kind))
     try:
         params = kind.model_validate(body)
     except ValidationError as error:
         raise _explained(error) from None
-    if params.stream_options is not None and not params.stream:
+    if body.get("stream_options") and not params.stream:
         raise RequestError("stream_options: expected stream=true beside it", param="stream_options")
     if params.prompt_logprobs is not None and params.stream:
         raise RequestError("prompt_logprobs: expected stream=false beside it", param="prompt_logprobs")
@@ -315,11 +323,16 @@ def _validated(kind: type[AnyParams], body: dict[str, Any]) -> AnyParams:
     return params
 
 
-def _refuse_unbuilt(body: dict[str, Any]) -> None:
-    for name, inert in REFUSED.items():
+def refuse(body: dict[str, Any], inert: dict[str, tuple[Any, ...]], why: str) -> None:
+    """Raises UnsupportedError for the first of these fields that has another value than null and those in `inert`."""
+    for name, values in inert.items():
         value = body.get(name)
-        if value is not None and not any(type(value) is type(item) and value == item for item in inert):
-            raise UnsupportedError(f"{name}: not supported by this server", param=name)
+        if value is not None and not any(type(value) is type(item) and value == item for item in values):
+            raise UnsupportedError(f"{name}: {why}", param=name)
+
+
+def _refuse_unbuilt(body: dict[str, Any]) -> None:
+    refuse(body, REFUSED, "not supported by this server")
     modalities = body.get("modalities")
     if modalities not in (None, [], ["text"]):
         raise UnsupportedError("modalities: only text is supported", param="modalities")
@@ -330,10 +343,11 @@ def _known_fields(kind: type[Params]) -> frozenset[str]:
     return frozenset((*kind.model_fields, *REFUSED, *_READ_ELSEWHERE))
 
 
-def _refuse_misspelt(kind: type[Params], body: dict[str, Any]) -> None:
-    unknown = (key for key in body if key not in _known_fields(kind))
+def refuse_misspelt(body: dict[str, Any], fields: Collection[str], known: Collection[str]) -> None:
+    """Raises RequestError for what is not known and looks like one of `fields`."""
+    unknown = (key for key in body if key not in known)
     for key in islice(unknown, _MAX_SPELLED):
-        if len(key) <= _MAX_SHOWN and (close := get_close_matches(key, kind.model_fields, 1, _LIKENESS)):
+        if len(key) <= _MAX_SHOWN and (close := get_close_matches(key, fields, 1, _LIKENESS)):
             raise RequestError(f"{key}: unknown field; did you mean {close[0]}?", param=key)
 
 

@@ -147,6 +147,11 @@ def _response_format(value: Any) -> Shape | None:
                 f"response_format.json_schema: expected a name and a schema but got {shown(named)}",
                 param=param,
             )
+        if not isinstance(named.get("strict"), bool | None):
+            raise RequestError(
+                f"response_format.json_schema.strict: expected true or false but got {shown(named['strict'])}",
+                param=param,
+            )
         return Shape(_schema(named.get("schema", {}), param, _Writing()), param)
     if kind in ("structural_tag", "grammar"):
         raise UnsupportedError(f"response_format: {kind} is not supported by this server", param=param)

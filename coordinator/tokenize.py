@@ -27,6 +27,8 @@ def tokenize(body: dict[str, Any], text: TextModel, max_tokens: int) -> dict[str
         )
     if body.get("messages") is not None:
         ids = chat_prompt(text, read_messages(body), parse_chat(body), max_tokens, read_tools(body)).ids
+    elif body.get("prompt") == "":  # nothing to go on from, but not nothing to count
+        ids = tuple(text.encode("", add_special_tokens=parse_completion(body).add_special_tokens))
     else:
         prompts = read_prompts(body, text.vocab_size, 1, max_tokens)
         ids = completion_prompts(text, prompts, parse_completion(body), max_tokens)[0].ids

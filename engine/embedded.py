@@ -27,6 +27,7 @@ from pathlib import Path
 
 from contracts.config import cache_dir as baton_cache_dir
 from contracts.errors import ConfigError
+from engine.adapters import check_adapters
 from engine.gguf_file import read_gguf
 from engine.parallel.shards import check_degree
 from engine.spec import ModelSpec
@@ -90,13 +91,16 @@ def resolve_model(model: str | None, progress: Progress | None = None) -> Path:
     )
 
 
-def check_model(path: Path, num_ranks: Mapping[str, int] | None = None) -> ModelSpec:
+def check_model(
+    path: Path, num_ranks: Mapping[str, int] | None = None, adapters: Mapping[str, str] | None = None
+) -> ModelSpec:
     """What the model at `path` (from `resolve_model`) says of itself: config.json or the GGUF header, no weights.
 
-    `num_ranks`: into how many ranks it is to be cut, by the configuration's field. Raises ConfigError naming the file
-    if this engine cannot serve it, or the field if not so.
+    `num_ranks`: into how many ranks it is to be cut, by the configuration's field; `adapters`: their folders, by name.
+    Raises ConfigError naming the file if this engine cannot serve it, or the field if not so.
     """
     spec = _read_spec(path)
+    check_adapters(adapters or {}, spec)
     for field, degree in (num_ranks or {}).items():
         check_degree(spec, degree, field)
     return spec

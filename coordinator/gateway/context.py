@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from contracts.config_gateway import TenantLimits
 from contracts.config_slo import SloConfig
-from contracts.service import Service
+from contracts.service import Service, ServiceClass
 from coordinator.gateway.limits import TenantQuota
-from coordinator.promises import Tier, read_service
+from coordinator.promises import Tier, read_class, read_service
 
 DEFAULT_TENANT = "default"
 """Everybody, while no keys are asked for."""
@@ -56,12 +56,18 @@ class RequestContext:
     num_output_tokens: int = 0
     _seen: list[tuple[int, ...]] = field(default_factory=list)
 
-    def settle(self, slo: SloConfig, tier: Tier | None, model: str) -> None:
+    def settle(self, slo: SloConfig, tier: Tier | None, model: str) -> Service:
         """Class and promises from headers, body and key. Raises RequestError, PermissionDenied: see read_service."""
+        tenant = self.caller.tenant
         if self.caller.is_batch:
-            self.service = slo.service("batch", model, self.caller.tenant)
-            return
-        self.service = read_service(slo, self.headers, tier, model, self.caller.tenant, self.limits.classes)
+            self.service = slo.service("batch", model, tenant)
+        else:
+            self.service = read_service(slo, self.headers, tier, model, tenant, self.limits.classes)
+        return self.service
+
+    def class_of(self, tier: Tier | None) -> ServiceClass:
+        """The class alone, for a server whose promises are not ours. Raises as `settle`."""
+        return "batch" if self.caller.is_batch else read_class(self.headers, tier, self.limits.classes)
 
     def read(self, prompt_ids: tuple[int, ...], now: float) -> None:
         """Charge a prompt, once however many outputs it has. Raises RateLimitError, RequestError: see TenantQuota."""

@@ -2,7 +2,7 @@
 
     RequestScope ─► CORS ─► GatewayScope ─► routes
                              │ who asks ─► 401, 403
-                             │ POST /v1/*: quota ─► 429 │ body: caps, input guards ─► 400 │ kept answer ─► replay
+                             │ generation: quota ─► 429 │ body: caps, input guards ─► 400 │ kept answer ─► replay
                              └ the answer: output guards ─► recorder ─► x-ratelimit-* ─► client; then the ledger
 
 With the default configuration a request passes after one look at its headers: no key, no limit, and its body unread.
@@ -40,7 +40,7 @@ from coordinator.gateway.context import CALLER, CURRENT, Caller, RequestContext
 from coordinator.gateway.gate import Gate
 from coordinator.gateway.guarded import AnswerStopped, GuardedSend, check_guardable
 from coordinator.gateway.guards import GuardedRequest, Guards
-from coordinator.gateway.jobs import Jobs
+from coordinator.gateway.jobs import ENDPOINTS, Jobs
 from coordinator.gateway.keys import Keys
 from coordinator.gateway.limits import Quotas
 from coordinator.gateway.records import Usage, UsageKey
@@ -198,8 +198,8 @@ class GatewayScope:
         except BatonError as error:  # answered in here, so that CORS headers get around it
             await (await self._on_error(Request(scope), error))(scope, receive, send)
             return
-        is_generation = scope["method"] == "POST" and path.startswith("/v1/") and not is_below(path, _BATCH)
-        if not is_generation:
+        # By their names: what clients make up shall not become lines of the ledger.
+        if scope["method"] != "POST" or path not in ENDPOINTS:
             await self._app(scope, receive, send)
             return
         await _Exchange(self._gateway, self._app, self._on_error, scope, caller).run(receive, send)
@@ -257,6 +257,9 @@ class _Exchange:
             self._gateway.count(self._context, self._endpoint, status, self._is_replay)
 
     def _deadline(self, now: float) -> float | None:
+        """None: the server's own alone. Nobody waits for the lines of a batch, and they wait for everybody."""
+        if self._context.caller.is_batch:
+            return None
         asked = Headers(scope=self._scope).get("x-request-timeout")
         limits = [self._gateway.settings.max_request_timeout_s]
         if asked is not None:

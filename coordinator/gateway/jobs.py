@@ -9,6 +9,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -96,6 +97,8 @@ class Jobs:
                 purpose, file = form.get("purpose"), form.get("file")
                 if purpose != "batch":
                     raise UnsupportedError("purpose: only 'batch' is supported", param="purpose")
+                if any(name.startswith("expires_after") for name in form):
+                    raise UnsupportedError("expires_after: not supported", param="expires_after")
                 if not isinstance(file, UploadFile):
                     raise RequestError("file: expected a file (multipart/form-data)", param="file")
                 if (file.size or 0) > settings.max_file_bytes:
@@ -113,7 +116,11 @@ class Jobs:
     async def list_files(self, request: Request) -> Response:
         store = await self._ready(request)
         limit, after = _page(request)
-        return _listed(await self._threads.run(store.files, _tenant(request), limit, after), limit)
+        order, purpose = request.query_params.get("order", "desc"), request.query_params.get("purpose")
+        if order not in ("asc", "desc"):
+            raise RequestError(f"order: expected asc or desc but got {order[:20]!r}", param="order")
+        work = partial(store.files, limit=limit, after=after, purpose=purpose, is_rising=order == "asc")
+        return _listed(await self._threads.run(work, _tenant(request)), limit)
 
     async def show_file(self, request: Request) -> Response:
         return json_response((await self._file(request)).as_json())

@@ -21,6 +21,9 @@ from coordinator.predict import Record
 
 logger = logging.getLogger(__name__)
 
+_GRACE_S = 1.0
+"""The backend keeps the deadline, and knows what to tell of it; only so much later it is cut off."""
+
 
 class MeteredBackend:
     """A `Backend`; requests without a context pass untouched."""
@@ -75,7 +78,7 @@ class _MeteredStream:
             item = await stream.__anext__()
         else:
             try:
-                async with asyncio.timeout_at(deadline) as timeout:
+                async with asyncio.timeout_at(deadline + _GRACE_S) as timeout:
                     item = await stream.__anext__()
             except TimeoutError as error:
                 if not timeout.expired():

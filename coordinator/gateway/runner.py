@@ -104,6 +104,8 @@ class Runner:
         for batch in await self._threads.run(self._store.unfinished):
             if batch.status == "cancelling" and batch.id in self._cancelled:
                 self._cancelled[batch.id].set()  # asked for at another replica
+            elif batch.status == "cancelling" and batch.tenant in self._running:
+                await self._threads.run(self._store.finish, batch, "cancelled")  # it only waited for its turn
             if batch.tenant not in self._running:
                 task = asyncio.create_task(self._work(batch), name=f"batch-{batch.id}")
                 self._running[batch.tenant] = task

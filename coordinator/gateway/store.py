@@ -15,6 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +24,7 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
+    Connection,
     Integer,
     MetaData,
     String,
@@ -38,7 +40,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import OperationalError
 
-from contracts.errors import NotFoundError, PayloadTooLarge, RequestError
+from contracts.errors import NotFoundError, OverloadedError, PayloadTooLarge, RequestError
 from coordinator.gateway.records import UNFINISHED, BatchRecord, FileRecord, LineResult, new_id
 
 _METADATA = MetaData()
@@ -141,12 +143,16 @@ class JobStore:
             os.replace(fresh, self.path_of(record.id))
         finally:
             fresh.unlink(missing_ok=True)
-        with self._engine.begin() as connection:
-            connection.execute(insert(FILES).values(**asdict(record)))
+        try:
+            with self._writing() as connection:
+                connection.execute(insert(FILES).values(**asdict(record)))
+        except BaseException:
+            self.path_of(record.id).unlink(missing_ok=True)
+            raise
         return record
 
     def num_bytes(self, tenant: str) -> int:
-        with self._engine.connect() as connection:
+        with self._reading() as connection:
             found = connection.execute(select(func.sum(FILES.c.num_bytes)).where(FILES.c.tenant == tenant))
             return int(found.scalar() or 0)
 
@@ -157,9 +163,17 @@ class JobStore:
             raise NotFoundError(f"no such file: {file_id[:80]!r}")
         return FileRecord(**found[0])
 
-    def files(self, tenant: str, limit: int, after: str | None) -> list[FileRecord]:
-        """Newest first, those older than `after`; one more than `limit` if there are more."""
-        return [FileRecord(**row) for row in self._page(FILES, tenant, limit, after)]
+    def files(
+        self,
+        tenant: str,
+        limit: int,
+        after: str | None,
+        purpose: str | None = None,
+        is_rising: bool = False,
+    ) -> list[FileRecord]:
+        """Newest first, or oldest, those that come behind `after`; one more than `limit` if there are more."""
+        rows = self._page(FILES, tenant, limit, after, purpose, is_rising)
+        return [FileRecord(**row) for row in rows]
 
     def delete_file(self, tenant: str, file_id: str) -> None:
         """Raises NotFoundError; RequestError while a batch reads it."""
@@ -167,7 +181,7 @@ class JobStore:
         busy = select(BATCHES.c.id).where(
             BATCHES.c.input_file_id == file_id, BATCHES.c.status.in_(UNFINISHED)
         )
-        with self._engine.begin() as connection:
+        with self._writing() as connection:
             batch_id = connection.execute(busy).scalar()
             if batch_id is not None:
                 raise RequestError(f"expected a file that no batch reads, but {batch_id} does")
@@ -177,7 +191,7 @@ class JobStore:
     # Batches
 
     def add_batch(self, batch: BatchRecord) -> None:
-        with self._engine.begin() as connection:
+        with self._writing() as connection:
             connection.execute(insert(BATCHES).values(**asdict(batch)))
 
     def batch(self, tenant: str | None, batch_id: str) -> BatchRecord:
@@ -201,13 +215,13 @@ class JobStore:
         """From one of `sources` to `status`, with its time; False if it was in none of them."""
         stamped = {"status": status, f"{status}_at": int(time.time()), **values}
         query = update(BATCHES).where(BATCHES.c.id == batch_id, BATCHES.c.status.in_(tuple(sources)))
-        with self._engine.begin() as connection:
+        with self._writing() as connection:
             return bool(connection.execute(query.values(**stamped)).rowcount)
 
     def add_result(self, batch_id: str, result: LineResult) -> str:
         """Keep a line's end and count it; the batch's status, for whoever ran the line."""
         counted = BATCHES.c.num_failed if result.is_error else BATCHES.c.num_completed
-        with self._engine.begin() as connection:
+        with self._writing() as connection:
             connection.execute(insert(RESULTS).values(batch_id=batch_id, **asdict(result)))
             connection.execute(
                 update(BATCHES).where(BATCHES.c.id == batch_id).values({counted.name: counted + 1})
@@ -218,20 +232,20 @@ class JobStore:
     def add_late(self, batch_id: str, results: list[LineResult]) -> None:
         """Keep results that count neither as completed nor as failed."""
         if results:
-            with self._engine.begin() as connection:
+            with self._writing() as connection:
                 connection.execute(
                     insert(RESULTS), [{"batch_id": batch_id, **asdict(each)} for each in results]
                 )
 
     def done_lines(self, batch_id: str) -> set[int]:
-        with self._engine.connect() as connection:
+        with self._reading() as connection:
             found = connection.execute(select(RESULTS.c.number).where(RESULTS.c.batch_id == batch_id))
             return set(found.scalars())
 
     def finish(self, batch: BatchRecord, status: str) -> None:
         """Write the output and error files and end the batch as `status`. Again after a crash, it does the same."""
         output, errors = (self._write_output(batch, is_error) for is_error in (False, True))
-        with self._engine.begin() as connection:
+        with self._writing() as connection:
             for file in (output, errors):
                 if file is not None:
                     connection.execute(insert(FILES).values(**asdict(file)))
@@ -268,20 +282,53 @@ class JobStore:
 
     def _texts(self, batch_id: str, is_error: bool) -> Iterator[str]:
         query = select(RESULTS.c.text).where(RESULTS.c.batch_id == batch_id, RESULTS.c.is_error == is_error)
-        with self._engine.connect() as connection:
+        with self._reading() as connection:
             yield from connection.execute(query.order_by(RESULTS.c.number)).scalars()
 
-    def _page(self, table: Table, tenant: str, limit: int, after: str | None) -> list[dict[str, Any]]:
-        query = select(table).where(table.c.tenant == tenant).order_by(table.c.seq.desc()).limit(limit + 1)
+    @contextmanager
+    def _writing(self) -> Iterator[Connection]:
+        """One transaction. Raises OverloadedError while another process holds the database for too long."""
+        with _patient(), self._engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def _reading(self) -> Iterator[Connection]:
+        """As `_writing`."""
+        with _patient(), self._engine.connect() as connection:
+            yield connection
+
+    def _page(
+        self,
+        table: Table,
+        tenant: str,
+        limit: int,
+        after: str | None,
+        purpose: str | None = None,
+        is_rising: bool = False,
+    ) -> list[dict[str, Any]]:
+        seq = table.c.seq
+        query = select(table).where(table.c.tenant == tenant)
+        if purpose is not None:
+            query = query.where(table.c.purpose == purpose)
         if after is not None:
-            last = select(table.c.seq).where(table.c.id == after, table.c.tenant == tenant).scalar_subquery()
-            query = query.where(table.c.seq < last)
-        return self._rows(query)
+            last = select(seq).where(table.c.id == after, table.c.tenant == tenant).scalar_subquery()
+            query = query.where(seq > last if is_rising else seq < last)
+        return self._rows(query.order_by(seq.asc() if is_rising else seq.desc()).limit(limit + 1))
 
     def _rows(self, query: Any) -> list[dict[str, Any]]:
-        with self._engine.connect() as connection:
+        with self._reading() as connection:
             rows = connection.execute(query).mappings()
             return [{name: value for name, value in row.items() if name != "seq"} for row in rows]
+
+
+@contextmanager
+def _patient() -> Iterator[None]:
+    try:
+        yield
+    except OperationalError as error:
+        if "locked" in str(error.orig) or "busy" in str(error.orig):
+            raise OverloadedError("files and batches are busy; try again") from error
+        raise
 
 
 def _prepare(connection: Any, _record: Any) -> None:

@@ -7,7 +7,8 @@
 
 Only what has not begun is tried elsewhere: from its first byte on an answer is its server's, and if that breaks, the
 client is told. The other server may be anything with OpenAI's endpoints, another Baton most likely. What it used comes
-from the `usage` of its answer, so a stream is asked for it and the client is spared it if it did not ask.
+from the `usage` of its answer, so a stream is asked for it and the client is spared it if it did not ask. A request's
+class is checked here and told there; promises are the other server's to make, so their headers go along as they are.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ from contracts.errors import (
     RequestError,
     WorkerLostError,
 )
-from coordinator.answer import SlowReaderError, unless_left
+from contracts.service import ServiceClass
+from coordinator.answer import unless_left
 from coordinator.body import read_json
 from coordinator.drain import Drain
 from coordinator.errors_http import encode_json, error_body
 from coordinator.gateway.bodies import encode, replay, route_path
 from coordinator.gateway.context import CURRENT, RequestContext
+from coordinator.promises import CLASS_HEADER, ITL_HEADER, TTFT_HEADER, known_tier
 
 # Endpoint: the field that bounds an output, and what a missing one means (None: what the context holds).
 _ENDPOINTS: dict[str, tuple[str, int | None]] = {
@@ -55,6 +58,10 @@ _CONNECT_TIMEOUT_S = 5.0
 _MAX_WHOLE_BYTES = 64 << 20
 _PASSED = ("content-type", "cache-control", "x-accel-buffering", "retry-after", "x-should-retry")
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
+
+
+class SlowReaderError(Exception):
+    """The client took no byte for slow_reader_timeout_s. Nobody is left to be told."""
 
 
 class Upstreams:
@@ -83,6 +90,7 @@ class Upstreams:
         if chain == [self._model]:
             await self._app(scope, again, send)
             return
+        service_class = context.class_of(known_tier(body.get("service_tier")))
         for name in chain:
             gate = _Gate(send, name, passes_all=name == chain[-1])
             context.answered_by = name
@@ -96,6 +104,7 @@ class Upstreams:
                     path,
                     self._keys[name],
                     context,
+                    service_class,
                     self._coordinator.slow_reader_timeout_s,
                 )
                 with self._drain.opened(exchange), suppress(SlowReaderError):  # nobody is left to be told
@@ -145,6 +154,7 @@ class _Exchange:
     path: str
     key: str | None
     context: RequestContext
+    service_class: ServiceClass
     slow_reader_timeout_s: float
     _failure: BatonError | None = None
     _timeout: asyncio.Timeout | None = None
@@ -255,7 +265,10 @@ class _Exchange:
             "content-type": "application/json",
             "x-request-id": self.context.request_id,
             "x-request-timeout": f"{rest_s:.3f}",
+            CLASS_HEADER: self.service_class,
         }
+        given = self.context.headers
+        headers |= {name: given[name] for name in (TTFT_HEADER, ITL_HEADER) if name in given}
         return headers | ({"authorization": f"Bearer {self.key}"} if self.key else {})
 
     def _named(self, error: BaseException) -> BatonError:

@@ -29,8 +29,9 @@ from engine.text.tokenizer import TextModel
 MAX_SOURCE_BYTES = 256 * 1024
 NUM_KEPT = 256  # compiled grammars; a few hundred kB each at most, usually far less
 
-# Between JSON's parts a space, or a line end and its indentation. With more freedom some models write nothing else.
-_JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"( |\n[ \t]{0,24})?", "lenient": False}
+# Between JSON's parts a space, or a line end and its indentation: spaces or tabs, since models that may mix them do so
+# to the last one that is allowed. With more freedom some models write nothing else.
+_JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"( |\n( {0,12}|\t{0,4}))?", "lenient": False}
 _MAX_MESSAGE = 400
 
 

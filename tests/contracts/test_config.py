@@ -43,7 +43,8 @@ def test_later_sources_win(tmp_path: Path) -> None:
         ({"decode.resources": 1}, "decode.resources: expected a mapping of names to amounts but got 1"),
         (
             {"model": "/m"},
-            "model: expected a section (model.path, model.served_name, model.dtype, model.max_len) but got '/m'",
+            "model: expected a section (model.path, model.served_name, model.adapters, model.dtype, "
+            "model.max_len) but got '/m'",
         ),
         (
             {"engine": 3, "engine.block_size": 16},

@@ -15,10 +15,11 @@ from contracts.config import BatonConfig
 from contracts.errors import WireError, WorkerLostError
 from contracts.messages import Cancel, Ended, Prefill, Reserve, TokenItem, Tokens
 from contracts.request import Finished, Token
+from contracts.roles import Duty
 from coordinator.cluster import ClusterBackend
 from coordinator.http import make_app
 from tests.coordinator.fake_worker import FakeWorker, finish, hand_off, next_token, send_tokens
-from tests.coordinator.flow_scene import Scene, collect, expected, is_prefill, request, scene
+from tests.coordinator.flow_scene import Scene, collect, expected, is_prefill, pair, request, scene
 from tests.coordinator.http_tools import MODEL, TEXT, error_of, events, joined
 
 LOST = WireError("worker_lost", "gone")
@@ -285,3 +286,24 @@ async def test_one_error_event_ends_a_stream_that_may_not_go_on() -> None:
         assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
     async with served(b"ab", 0, max_continuations=0) as client:
         assert error_of(await client.post("/v1/completions", json=body | {"stream": False}))
+
+
+async def test_a_writer_that_reads_too_is_ready_without_its_reader() -> None:
+    async with scene(*pair()) as s:
+        backend = ClusterBackend(BatonConfig(), s.fleet, s.flow)
+        assert backend.readiness().is_ready
+        s["d1"].duty = Duty("mixed", 1)
+        s["d1"].tell()
+        await s["p1"].kill()
+        async with asyncio.timeout(5):
+            while any(view.worker_id == "p1" for view in s.fleet.views("prefill")):
+                await s.fleet.changed(1.0)
+        assert [view.worker_id for view in s.fleet.views("prefill")] == ["d1"]
+        assert backend.readiness().is_ready
+
+        def read_and_answer(channel: Channel, command: Prefill) -> None:
+            send_tokens(channel, command.request.request_id, *range(4))
+            finish(channel, command.request.request_id)
+
+        s["d1"].on_prefill = read_and_answer
+        assert (await collect(s, request()))[-1] == Finished("length")

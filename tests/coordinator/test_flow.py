@@ -12,6 +12,7 @@ import pytest
 
 from contracts.channel import Channel
 from contracts.errors import (
+    BatonError,
     DeadlineError,
     EngineError,
     OverloadedError,
@@ -281,6 +282,21 @@ async def test_the_line_has_a_deadline() -> None:
         s["d1"].on_reserve = s["d1"].refuse
         with pytest.raises(OverloadedError, match="no worker had room"):
             await collect(s, request())
+
+
+@pytest.mark.parametrize(
+    ("patience_s", "deadline_s", "error", "verdict"),
+    [(0.05, 5.0, OverloadedError, "no_room"), (5.0, 0.05, DeadlineError, "deadline")],
+)
+async def test_who_waited_in_vain_did_not_leave(
+    patience_s: float, deadline_s: float, error: type[BatonError], verdict: str
+) -> None:
+    async with scene(*pair(), queue_timeout_s=patience_s) as s:
+        s["d1"].on_reserve = s["d1"].refuse
+        with pytest.raises(error):
+            await collect(s, request(), deadline_s=deadline_s)
+        (record,) = s.flow.predictor.records
+        assert (record.rule, record.verdict) == ("refused", verdict)
 
 
 async def test_a_silent_pair_is_given_up_at_the_request_deadline() -> None:

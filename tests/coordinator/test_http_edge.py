@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from contracts.errors import BatonError, DeadlineError, EngineError, Fault, OverloadedError, WorkerLostError
+from contracts.errors import (
+    BatonError,
+    ConfigError,
+    DeadlineError,
+    EngineError,
+    Fault,
+    OverloadedError,
+    WorkerLostError,
+)
 from contracts.metrics import METRICS
 from contracts.request import Finished
 from coordinator.errors_http import error_headers
@@ -49,6 +57,38 @@ async def test_a_listed_model_can_be_fetched_with_slashes_too() -> None:
         for path in ("/v1/models/org/name", "/v1/models/org%2Fname"):
             assert (await s.client.get(path)).json() == card
         assert (await s.client.get("/v1/models/other")).status_code == 404
+
+
+async def test_an_adapter_is_listed_with_its_base_and_refused_by_name() -> None:
+    adapters = {"support": "/srv/adapters/support"}
+    config = make_config(model={"adapters": adapters}, gateway={"aliases": {"help": "support"}})
+    async with service(config=config) as s:
+        cards = (await s.client.get("/v1/models")).json()["data"]
+        assert [(card["id"], card["root"], card["parent"]) for card in cards] == [
+            (MODEL, MODEL, None),
+            ("support", "/srv/adapters/support", MODEL),
+            ("help", "/srv/adapters/support", MODEL),
+        ]
+        assert (await s.client.get("/v1/models/support")).json() == cards[1]
+        for name in ("support", "help"):
+            for path, body in (
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+                ("/v1/completions", {"prompt": "hi"}),
+                ("/v1/responses", {"input": "hi"}),
+            ):
+                response = await s.client.post(path, json={"model": name, **body})
+                error = error_of(response)
+                assert (response.status_code, error["code"], error["param"]) == (400, "unsupported", "model")
+                assert f"'{name}' is a LoRA adapter of '{MODEL}'" in error["message"]
+        assert not s.backend.requests
+
+
+@pytest.mark.parametrize("taken", [{"aliases": {"a": MODEL}}, {"upstreams": {"a": {"url": "http://x"}}}, {}])
+async def test_an_adapter_with_the_name_of_something_else_stops_the_start(taken: dict[str, Any]) -> None:
+    config = make_config(model={"adapters": {"a" if taken else MODEL: "/x"}}, gateway=taken)
+    with pytest.raises(ConfigError, match=r"model\.adapters: expected a name that nothing else has"):
+        async with service(config=config):
+            pass
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -385,6 +425,21 @@ async def test_ids_outside_the_vocabulary_cannot_be_detokenized(tokens: Any) -> 
         response = await s.client.post("/detokenize", json={"tokens": tokens})
         assert (response.status_code, error_of(response)["param"]) == (400, "tokens")
         assert (await s.client.post("/tokenize", json={"messages": []})).status_code == 400
+
+
+async def test_tokens_are_those_of_the_servers_own_model() -> None:
+    async with service() as s:
+        for path, body in (("/tokenize", {"prompt": "hi"}), ("/detokenize", {"tokens": [65]})):
+            for model, status in ((MODEL, 200), (None, 200), ("other", 404), (5, 400)):
+                response = await s.client.post(path, json=body | {"model": model})
+                assert response.status_code == status
+                assert status == 200 or error_of(response)["param"] == "model"
+
+
+async def test_an_empty_text_has_no_tokens() -> None:
+    async with service() as s:
+        answer = await s.client.post("/tokenize", json={"prompt": "", "return_token_strs": True})
+        assert answer.json() == {"count": 0, "max_model_len": 4096, "tokens": [], "token_strs": []}
 
 
 @pytest.mark.parametrize("value", [1, "true", [], {}])

@@ -43,6 +43,7 @@ WORKS_IN_BOTH: dict[str, tuple[Any, Json]] = {
     "frequency_penalty": (1, {}),
     "logit_bias": ({"65": 1}, {}),
     "seed": (5, {}),
+    "service_tier": ("flex", {}),
     "stream": (True, {}),
     "stream_options": ({"include_usage": True}, {"stream": True}),
     "response_format": ({"type": "json_object"}, {}),
@@ -139,7 +140,6 @@ INERT: dict[str, tuple[Any, str]] = {
     "user": ("u", "a name for the operator's records"),
     "metadata": ({"a": "b"}, "the client's own notes"),
     "store": (True, "nothing is stored, and the answer is the same"),
-    "service_tier": ("auto", "a price"),
     "prompt_cache_key": ("k", "a hint where to look for a prefix, which is found without it"),
     "safety_identifier": ("s", "a name for the operator's records"),
     "verbosity": ("low", "a wish that models are not trained for here"),
@@ -235,10 +235,7 @@ async def test_what_asks_for_nothing_is_taken_and_changes_nothing(field: str, va
 
 def test_no_known_field_is_missing_from_the_list() -> None:
     for path, kind in (("/v1/chat/completions", ChatParams), ("/v1/completions", CompletionParams)):
-        listed = (
-            WORKS[path].keys() | REFUSED_VALUES.keys() | {"service_tier"}
-        )  # this one is in test_promises.py
-        assert kind.model_fields.keys() <= listed
+        assert kind.model_fields.keys() <= WORKS[path].keys() | REFUSED_VALUES.keys()
     assert REFUSED.keys() <= REFUSED_VALUES.keys()
 
 
@@ -275,3 +272,38 @@ async def test_responses_do_what_their_fields_say(field: str, value: Any) -> Non
         changed = await seen(s, "/v1/responses", {"input": "hi", field: value})
         assert (plain[0], changed[0]) == (200, 200)
         assert plain[1:] != changed[1:]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value", "inert"),
+    [
+        ("/v1/chat/completions", "best_of", 2, 1),
+        ("/v1/completions", "max_completion_tokens", 4, None),
+        ("/v1/completions", "top_logprobs", 2, 0),
+        ("/v1/completions", "tools", [TOOL], []),
+        ("/v1/completions", "tool_choice", "required", "auto"),
+        ("/v1/completions", "continue_final_message", True, False),
+    ],
+)
+async def test_a_field_of_the_other_endpoint_is_not_dropped(
+    path: str, field: str, value: Any, inert: Any
+) -> None:
+    async with service() as s:
+        response = await s.client.post(path, json=good(path) | {field: value})
+        assert (response.status_code, error_of(response)["param"]) == (400, field)
+        assert not s.backend.requests
+        assert (await s.client.post(path, json=good(path) | {field: inert})).status_code == 200
+
+
+async def test_stream_options_that_ask_for_nothing_need_no_stream() -> None:
+    async with service() as s:
+        for path in WORKS:
+            assert (await s.client.post(path, json=good(path) | {"stream_options": {}})).status_code == 200
+
+
+async def test_a_misspelt_field_of_a_response_is_not_passed_over() -> None:
+    async with service() as s:
+        for field, meant in (("max_output_token", "max_output_tokens"), ("temprature", "temperature")):
+            response = await s.client.post("/v1/responses", json={"input": "hi", field: 4})
+            assert (response.status_code, error_of(response)["param"]) == (400, field)
+            assert f"did you mean {meant}?" in error_of(response)["message"]

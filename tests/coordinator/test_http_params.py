@@ -72,6 +72,7 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("response_format", {"type": "json_schema", "json_schema": "{}"}),
     ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": []}}),
     ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "hiccup"}}}),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "strict": "yes"}}),
     ("stop_token_ids", [-1]),
     ("seed", 1 << 63),
     ("seed", -(1 << 63) - 1),

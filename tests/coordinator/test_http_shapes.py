@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from contracts.request import Finished, PromptLogprob, Token
 from coordinator.http import make_app
+from coordinator.schema import _READ_ELSEWHERE
 from engine.text.grammar import Grammars
 from tests.coordinator.fake_backend import EOS, FakeBackend, reply
 from tests.coordinator.http_tools import (
@@ -577,9 +578,10 @@ async def test_the_openapi_document_describes_every_public_route() -> None:
         }
         assert told == there
         schemas = found["components"]["schemas"]
-        assert {"temperature", "messages", "tools", "structured_outputs"} <= set(
-            schemas["Chat"]["properties"]
-        )
+        read = {"temperature", "stop", *_READ_ELSEWHERE}
+        assert read - {"prompt"} <= schemas["Chat"]["properties"].keys()
+        only_chats = {"messages", "tools", "tool_choice", "parallel_tool_calls"}
+        assert read - only_chats <= schemas["Completion"]["properties"].keys()
         for reference in re.findall(r'"\$ref": "#/components/schemas/(\w+)"', json.dumps(found)):
             assert reference in schemas
         assert "swagger" in (await s.client.get("/docs")).text.lower()

@@ -10,7 +10,7 @@ import pytest
 from contracts.config_planner import PlannerConfig
 from contracts.config_pools import PoolConfig, PrefillPoolConfig
 from coordinator.handles import worker_options
-from coordinator.replicas import bounds_of, pool_sizes, wanted_replicas
+from coordinator.replicas import pool_sizes, wanted_replicas
 from policy.planner import Plan
 
 
@@ -43,8 +43,8 @@ def test_the_plans_number_is_split_within_the_bounds(
 
 
 def test_a_pool_whose_number_is_fixed_has_it_as_both_bounds() -> None:
-    assert bounds_of(PoolConfig(num_replicas=3)) == (3, 3)
-    assert bounds_of(PoolConfig(num_replicas=3, min_replicas=2, max_replicas=5)) == (2, 5)
+    assert PoolConfig(num_replicas=3).replica_bounds == (3, 3)
+    assert PoolConfig(num_replicas=3, min_replicas=2, max_replicas=5).replica_bounds == (2, 5)
 
 
 def context(*points: tuple[float, float]) -> SimpleNamespace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,42 @@ async def test_a_cancelled_batch_ends_at_once_and_keeps_what_is_done(tmp_path: P
         assert (again.status_code, again.json()["status"]) == (200, "cancelled")
 
 
+async def test_a_line_may_take_longer_than_somebody_would_wait(tmp_path: Path) -> None:
+    async with gateway_service(reply("Hi"), folder=tmp_path, max_request_timeout_s=1e-9) as s:
+        response = await s.client.post("/v1/completions", json={"prompt": "hi"})
+        assert response.status_code == 504
+        batch = await ended(s, await start(s, jsonl(line("a"))))
+        assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+
+
+async def test_a_batch_is_cancelled_while_it_waits_for_another(tmp_path: Path) -> None:
+    never = asyncio.Event()
+    async with gateway_service(lambda _: [never], folder=tmp_path) as s:
+        first = await start(s, jsonl(line("a")))
+        await s.backend.started.wait()
+        second = await start(s, jsonl(line("b")))
+        assert (await s.client.post(f"/v1/batches/{second}/cancel")).status_code == 200
+        assert (await ended(s, second))["status"] == "cancelled"
+        assert (await s.client.get(f"/v1/batches/{first}")).json()["status"] == "in_progress"
+
+
+async def test_a_database_that_somebody_else_holds_is_a_reason_to_come_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.gateway.store._BUSY_MS", 1)
+    async with gateway_service(folder=tmp_path) as s:
+        assert (await s.client.get("/v1/batches")).status_code == 200
+        other = sqlite3.connect(tmp_path / "jobs.db", isolation_level=None)
+        other.execute("BEGIN EXCLUSIVE")
+        file = {"file": ("in.jsonl", jsonl(line("a")))}
+        response = await s.client.post("/v1/files", files=file, data={"purpose": "batch"})
+        assert (response.status_code, error_of(response)["code"]) == (503, "overloaded")
+        assert response.headers["retry-after"] == "1"
+        other.close()
+        assert (await ended(s, await start(s, jsonl(line("a")))))["status"] == "completed"
+        assert len(list((tmp_path / "files").iterdir())) == 2  # what was not entered is not kept
+
+
 async def test_a_batch_that_was_to_be_cancelled_is_cancelled_after_a_restart(tmp_path: Path) -> None:
     never = asyncio.Event()
     async with gateway_service(lambda _: [never], folder=tmp_path) as s:
@@ -337,6 +374,13 @@ async def test_uploads_are_bounded_and_checked(tmp_path: Path) -> None:
         assert [p.name for p in (tmp_path / "files").iterdir() if p.suffix] == []
 
 
+async def test_a_file_that_is_to_go_by_itself_is_refused(tmp_path: Path) -> None:
+    async with gateway_service(folder=tmp_path) as s:
+        data = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
+        response = await s.client.post("/v1/files", files={"file": ("in.jsonl", b"x")}, data=data)
+        assert (response.status_code, error_of(response)["param"]) == (400, "expires_after")
+
+
 async def test_lists_are_paged_newest_first_and_files_can_be_deleted(tmp_path: Path) -> None:
     never = asyncio.Event()
     async with gateway_service(lambda _: [never], folder=tmp_path) as s:
@@ -345,7 +389,16 @@ async def test_lists_are_paged_newest_first_and_files_can_be_deleted(tmp_path: P
         assert ([file["id"] for file in page["data"]], page["has_more"]) == ([ids[2], ids[1]], True)
         rest = (await s.client.get("/v1/files", params={"limit": 2, "after": page["last_id"]})).json()
         assert ([file["id"] for file in rest["data"]], rest["has_more"]) == ([ids[0]], False)
-        assert (await s.client.get("/v1/files", params={"limit": "0"})).status_code == 400
+        first = (await s.client.get("/v1/files", params={"limit": 1, "order": "asc"})).json()
+        assert ([file["id"] for file in first["data"]], first["has_more"]) == ([ids[0]], True)
+        rest = (await s.client.get("/v1/files", params={"order": "asc", "after": ids[0]})).json()
+        assert [file["id"] for file in rest["data"]] == ids[1:]
+        for purpose, count in (("batch", 3), ("batch_output", 0)):
+            found = (await s.client.get("/v1/files", params={"purpose": purpose})).json()
+            assert len(found["data"]) == count
+        for wrong in ({"limit": "0"}, {"order": "up"}):
+            response = await s.client.get("/v1/files", params=wrong)
+            assert (response.status_code, error_of(response)["param"]) == (400, *wrong)
         assert (await s.client.delete(f"/v1/files/{ids[0]}")).json()["deleted"] is True
         assert (await s.client.get(f"/v1/files/{ids[0]}")).status_code == 404
         batch_id = await start(s, jsonl(line("a")))

@@ -13,7 +13,8 @@ from contracts.service import Service
 from coordinator.gateway.gate import Gate
 from tests.coordinator.gateway.gateway_tools import bearer, gateway_service, write_keys
 from tests.coordinator.gateway.test_batches import ended, jsonl, line, start
-from tests.coordinator.http_tools import MODEL, error_of, make_config, service
+from tests.coordinator.http_tools import MODEL, error_of, events, make_config, service
+from tests.coordinator.test_http_clients import server
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 SLO: dict[str, Any] = {"ttft_ms": 500, "itl_ms": 50, "models": {"calm": {"ttft_ms": 900}}}
@@ -62,6 +63,56 @@ async def test_what_is_unknown_is_refused_by_name_before_any_work(
         assert not s.backend.requests
 
 
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("/v1/completions", {"prompt": "hi", "structured_outputs": {"regex": "a"}}),
+        ("/v1/responses", {"input": "hi"}),
+    ],
+)
+async def test_promises_are_settled_before_a_prompt_is_rendered_or_a_grammar_compiled(
+    path: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worked = []
+    monkeypatch.setattr("coordinator.http.chat_prompt", lambda *_: worked.append("chat"))
+    monkeypatch.setattr("coordinator.http.completion_prompts", lambda *_: worked.append("completion"))
+    async with service(config=make_config(slo=SLO)) as s:
+        response = await s.client.post(path, json=more, headers={"x-baton-itl-ms": "1"})
+        assert (response.status_code, worked) == (400, [])
+        assert error_of(response)["message"].startswith("x-baton-itl-ms")
+
+
+@pytest.mark.parametrize(
+    ("asked", "headers", "told"),
+    [
+        ("auto", {}, "default"),
+        ("default", {}, "default"),
+        ("priority", {}, "priority"),
+        ("flex", {}, "flex"),
+        ("flex", {"x-baton-class": "interactive"}, "default"),
+        ("priority", {"x-baton-class": "batch"}, "flex"),
+    ],
+)
+async def test_who_asks_for_a_tier_is_told_which_one_it_got(
+    asked: str, headers: dict[str, str], told: str
+) -> None:
+    async with service() as s:
+        for path, body in (
+            ("/v1/chat/completions", CHAT),
+            ("/v1/completions", {"prompt": "hi"}),
+            ("/v1/responses", {"input": "hi"}),
+        ):
+            plain = await s.client.post(path, json=body, headers=headers)
+            assert "service_tier" not in plain.json()
+            whole = await s.client.post(path, json=body | {"service_tier": asked}, headers=headers)
+            assert whole.json()["service_tier"] == told
+            if path != "/v1/responses":
+                body = body | {"service_tier": asked, "stream": True}
+                chunks = events(await s.client.post(path, json=body, headers=headers))
+                assert {chunk["service_tier"] for chunk in chunks} == {told}
+
+
 async def test_a_key_has_the_classes_of_its_tenant_and_the_first_is_its_default(tmp_path: Path) -> None:
     acme, globex = write_keys(tmp_path / "keys.json", "acme", "globex")
     tenants = {"globex": {"classes": ["best_effort", "interactive"]}}
@@ -81,6 +132,35 @@ async def test_a_key_has_the_classes_of_its_tenant_and_the_first_is_its_default(
             Service("interactive", tenant="acme"),
             Service("best_effort", tenant="globex"),
             Service("interactive", tenant="globex"),
+        ]
+
+
+async def test_a_class_holds_for_the_models_of_other_servers_and_is_told_there(tmp_path: Path) -> None:
+    async with server(config=make_config(slo=SLO)) as (url, there):
+        other = {"url": url.removesuffix("/v1"), "model": MODEL}
+        async with gateway_service(
+            folder=tmp_path, upstreams={"x": other}, classes=["batch", "interactive"]
+        ) as s:
+            for headers, more, status in (
+                ({}, {}, 200),
+                ({"x-baton-class": "interactive", "x-baton-ttft-ms": "800"}, {}, 200),
+                ({}, {"service_tier": "priority"}, 200),
+                ({"x-baton-class": "interactive", "x-baton-ttft-ms": "1"}, {}, 400),
+                ({"x-baton-class": "best_effort"}, {}, 403),
+                ({"x-baton-class": "gold"}, {}, 400),
+                ({}, {"service_tier": "flex"}, 403),
+                ({"x-baton-class": "interactive"}, {"service_tier": "scale"}, 400),
+            ):
+                body = CHAT | {"model": "x"} | more
+                response = await s.client.post("/v1/chat/completions", json=body, headers=headers)
+                assert response.status_code == status, response.text
+            batch = await ended(s, await start(s, jsonl(line("a", model="x"))))
+            assert batch["request_counts"]["completed"] == 1
+        assert [(each.service_class, each.ttft_s) for each in there.services if each] == [
+            ("batch", None),
+            ("interactive", 0.8),
+            ("interactive", 0.5),
+            ("batch", None),
         ]
 
 

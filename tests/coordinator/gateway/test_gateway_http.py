@@ -166,6 +166,14 @@ async def test_a_deadline_is_504_before_the_first_token_and_an_event_after(tmp_p
         assert (await s.client.post(URL, json=CHAT, headers={"x-request-timeout": "60"})).status_code == 504
 
 
+async def test_a_deadline_is_the_backends_to_tell_of(tmp_path: Path) -> None:
+    """Who is cut off looks like a client who left; placement would remember it so."""
+    never = asyncio.Event()
+    async with gateway_service(lambda _: [never], folder=tmp_path) as s:
+        response = await s.client.post(URL, json=CHAT, headers={"x-request-timeout": "0.05"})
+        assert (response.status_code, error_of(response)["message"]) == (504, "late")
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e9", "soon", ""])
 async def test_a_deadline_that_is_none_is_refused(value: str, tmp_path: Path) -> None:
     async with gateway_service(folder=tmp_path) as s:
@@ -393,3 +401,15 @@ async def test_a_body_that_the_gateway_reads_is_refused_as_without_it(tmp_path: 
             response = await s.client.post(URL, content=content, headers=headers)
             assert response.status_code == status
             error_of(response)
+
+
+async def test_routes_that_clients_make_up_are_no_lines_of_the_ledger(tmp_path: Path) -> None:
+    async with gateway_service(
+        folder=tmp_path, usage_url=f"sqlite:///{tmp_path}/usage.db", requests_per_minute=2
+    ) as s:
+        for name in range(5):
+            response = await s.client.post(f"/v1/made-up-{name}", json={})
+            assert (response.status_code, error_of(response)["code"]) == (404, "not_found")
+        assert (await s.client.post(URL, json=CHAT)).status_code == 200
+        assert s.gateway.ledger is not None
+        assert [key.endpoint for key in s.gateway.ledger._sums] == [URL]

@@ -61,8 +61,9 @@ def test_a_schema_allows_nothing_else_and_keeps_its_order(output: str) -> None:
 
 def test_white_space_has_a_bound() -> None:
     grammar = json_grammar({"type": "object"})
-    assert follow(grammar, "{\n" + " " * 24 + "}") is not None
-    for more in (" " * 25, "\n", " \n"):
+    for indentation in (" " * 12, "\t" * 4):
+        assert follow(grammar, "{\n" + indentation + "}") is not None
+    for more in (" " * 13, "\t" * 5, " \t", "\t ", "\n", " \n"):
         assert follow(grammar, "{\n" + more) is None
     assert follow(grammar, "{  ") is None
 
