@@ -55,7 +55,7 @@ class EngineConfig(Section):
     )
     quantization: Literal["auto", "none", "int8", "int4"] = Field(
         "auto",
-        description="Weights in memory. auto: as the file holds them, where Q4_0, Q4_1 and Q8_0 of GGUF stay as they are; none: all expanded to model.dtype; int8, int4: other matrices are rounded to groups of 32 (int4: the vocabulary to 8 bits). Needs a C++ compiler on a CPU; on a GPU auto is none.",
+        description="Weights in memory. auto: as the file holds them, where Q4_0, Q4_1 and Q8_0 of GGUF stay as they are; none: all expanded to model.dtype; int8, int4: other matrices are rounded to groups of 32 (int4: the vocabulary to 8 bits). Needs a C++ compiler on a CPU, Triton on a GPU.",
     )
     block_size: int = Field(16, ge=1, le=256, description="Tokens per KV block.")
     kv_cache_bytes: int | None = Field(
