@@ -74,14 +74,15 @@ def split_heads(
     rotation: tuple[Tensor, Tensor],
     kv: Tensor,
     place: tuple[Tensor, Tensor],
+    scales: Tensor | None = None,
 ) -> Tensor:
     """qkv [T, (H + 2 K) * D] -> q [T, H, D] float32, rotated; keys, rotated, and values go into kv [N, 2, K, S, D].
 
     norms: the weight [H + K, D] of a norm over each query and key head, or None, and its epsilon; rotation: cos and
-    sin of `rope_table`; place: block_ids and slots [T].
+    sin of `rope_table`; place: block_ids and slots [T]; scales [2, K]: of a float8 slab.
     """
     q, k, v = turned_heads(qkv, norms, rotation, kv)
-    write_kv(kv, k, v, *place)
+    write_kv(kv, k, v, *place, scales)
     return q
 
 
@@ -105,12 +106,17 @@ def _turned(
 
 
 def attend_decodes(
-    q: Tensor, kv: Tensor, group: tuple[Tensor, Tensor, Tensor], rule: AttentionRule, out: Tensor
+    q: Tensor,
+    kv: Tensor,
+    group: tuple[Tensor, Tensor, Tensor],
+    rule: AttentionRule,
+    out: Tensor,
+    scales: Tensor | None = None,
 ) -> None:
     """`paged_attention` of some rows of q [T, H, D] into the same rows of `out`; group: rows [B], block_table [B, M],
     context_lens [B]."""
     rows, block_table, context_lens = group
-    out[rows] = paged_attention(q[rows], kv, block_table, context_lens, rule)
+    out[rows] = paged_attention(q[rows], kv, block_table, context_lens, rule, scales).to(out.dtype)
 
 
 def gated(gate_up: Tensor, activation: Activation, dtype: torch.dtype) -> Tensor:

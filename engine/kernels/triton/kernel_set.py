@@ -1,6 +1,6 @@
 """The kernel set of GPUs (`engine.model.Kernels`): Triton where it moves fewer bytes, torch's own matrix products.
 
-Not in that protocol, and so not used by `engine.model` yet: the kernel of `sampling`, and KV in float8.
+The sampler asks for the kernel of `sampling` itself.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ def split_heads(
     rotation: tuple[Tensor, Tensor],
     kv: Tensor,
     place: tuple[Tensor, Tensor],
+    scales: Tensor | None = None,
 ) -> Tensor:
     """As reference.split_heads, but q in qkv's dtype."""
     weight, eps = norms
     heads = qkv.view(len(qkv), -1, kv.shape[4])
-    return rope_write(heads, rotation, kv, place, None if weight is None else (weight, eps))
+    return rope_write(heads, rotation, kv, place, None if weight is None else (weight, eps), scales)
 
 
 def gated(gate_up: Tensor, activation: Activation, dtype: torch.dtype) -> Tensor:
@@ -68,8 +69,13 @@ def gated(gate_up: Tensor, activation: Activation, dtype: torch.dtype) -> Tensor
 
 
 def attend_decodes(
-    q: Tensor, kv: Tensor, group: tuple[Tensor, Tensor, Tensor], rule: AttentionRule, out: Tensor
+    q: Tensor,
+    kv: Tensor,
+    group: tuple[Tensor, Tensor, Tensor],
+    rule: AttentionRule,
+    out: Tensor,
+    scales: Tensor | None = None,
 ) -> None:
     """As reference.attend_decodes."""
     rows, block_table, context_lens = group
-    out[rows] = paged_attention(q[rows], kv, block_table, context_lens, rule)
+    out[rows] = paged_attention(q[rows], kv, block_table, context_lens, rule, scales)

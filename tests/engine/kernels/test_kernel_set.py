@@ -13,11 +13,15 @@ from torch import Tensor
 from engine.kernels import reference
 from engine.kernels.grouped import GroupedWeight
 from engine.kernels.triton import kernel_set
+from engine.kv import FP8, SlabPlan
+from engine.kv_scales import scales_of
 from engine.model import Model
 from engine.quantization import Quantization
 from engine.runner import Runner, StepItem
 from engine.weights import load_model
+from tests.engine.recorder import Rerun, make_runners
 from tests.engine.tiny_models import (
+    BLOCK_SIZE,
     BLOCKS,
     PROMPT,
     family_config,
@@ -134,6 +138,53 @@ def test_bfloat16_with_blocks_stays_near_float32(tmp_path: Path, monkeypatch: py
     exact = answers(make_runner(load_model(path, torch.float32, quantization="auto")))
     assert rounded.dtype == torch.float32
     assert (rounded - exact).norm() < 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize(("family", "factor"), [("llama", 1.0), ("qwen2", 2000.0), ("qwen3", 2000.0)])
+def test_float8_kv_gives_the_logits_of_plain_torch(
+    family: str, factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As numbers are, and with keys so large, by biases or head norms, that the scales are not all one."""
+    config = family_config(family, **SMALL)
+    oracle = make_oracle(config)
+    with torch.no_grad():
+        for name, parameter in oracle.named_parameters():
+            if "k_norm" in name or "k_proj.bias" in name:
+                parameter.mul_(factor)
+            if "q_norm" in name or "q_proj" in name:
+                parameter.div_(factor)
+    path = write_hf(tmp_path, config, oracle)
+    found = []
+    for kernels in (kernel_set, reference):
+        use(kernels, monkeypatch)
+        loaded = load_model(path, torch.float32)
+        scales = scales_of(loaded)
+        assert (scales > 1).any() == (factor > 1)
+        slab = SlabPlan(loaded.spec, 24, BLOCK_SIZE, FP8, scales=scales).allocate()
+        found.append(answers(Runner(Model(loaded), slab)))
+    # A number between two of the format may fall to either.
+    assert (found[0] - found[1]).norm() < 5e-3 * found[1].norm()
+    exact = answers(make_runner(load_model(path, torch.float32)))
+    assert 1e-4 * exact.norm() < (found[1] - exact).norm()
+    if factor == 1:
+        assert (found[1] - exact).norm() < 0.1 * exact.norm()
+
+
+def test_a_recorded_step_runs_on_static_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding rows too, which no kernel may take for somebody's."""
+    use(kernel_set, monkeypatch)
+    config = family_config("llama", num_hidden_layers=1)
+    path = write_hf(tmp_path, config, make_oracle(config))
+    recorder, loaded = Rerun(), load_model(path, torch.float32)
+    (ours, our_slab), (plain, plain_slab) = make_runners(loaded, (3,), recorder)
+    lengths, tables = (5, 2), ([3, 1, 0], [7, 6])
+    for runner in (ours, plain):
+        pairs = zip(lengths, tables, strict=True)
+        runner.execute([StepItem(PROMPT[:length], 0, table, False) for length, table in pairs])
+    step = [StepItem([9], length, table, True) for length, table in zip(lengths, tables, strict=True)]
+    torch.testing.assert_close(ours.execute(step), plain.execute(step), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(our_slab.data, plain_slab.data, rtol=1e-4, atol=1e-4)
+    assert recorder.num_replays == 1
 
 
 def test_experts_in_blocks_give_the_logits_of_plain_torch(
