@@ -29,7 +29,7 @@ _HEADROOM = 2.0
 
 
 def scales_of(model: LoadedModel) -> Tensor:
-    """[L, 2, K] float32. To be asked before a `Model` packs the weights."""
+    """[L, 2, K] float32."""
     layers = zip(model.spec.layers, model.weights.layers, strict=True)
     found = [_bounds(weights, model) * _turned(magnitude(spec.rope)) for spec, weights in layers]
     return torch.stack(found).div(LARGEST).clamp(min=1.0).log2().ceil().exp2()
