@@ -18,7 +18,7 @@ from contracts.config import BatonConfig, EngineConfig
 from contracts.errors import ConfigError
 from engine.cuda_graphs import CudaRecorder
 from engine.fit import graph_bytes
-from engine.graphs import DecodeGraphs, buckets_up_to
+from engine.graphs import DecodeGraphs, Recorder, buckets_up_to
 from engine.kv import FP8, KvSlab, SlabPlan, num_blocks_for, resolve_kv_dtype
 from engine.kv_scales import scales_of
 from engine.model import Model
@@ -92,15 +92,17 @@ def load_engine(
 ) -> Engine:
     """`decodes`: whether it may ever write answers, for which decode steps are recorded.
 
-    Raises ConfigError if the model does not fit, or not this engine, or if another rank could not load its part."""
+    Raises ConfigError if the model does not fit, or not this engine, or if another rank could not load its part.
+    """
     engine = config.engine
     torch.set_num_threads(engine.compute_threads)
     device = torch.device(resolve_device(engine.device))
     dtype = resolve_dtype(config.model.dtype, device)
     kv_dtype = resolve_kv_dtype(engine.kv_dtype, dtype, device)
     kv_bytes = planned_kv_bytes(engine, device.type)
-    is_recorded = decodes and engine.cuda_graphs and device.type == "cuda" and company.shard.size == 1
-    buckets = buckets_up_to(engine.max_num_seqs) if is_recorded else ()
+    may_record = decodes and engine.cuda_graphs and company.shard.size == 1
+    recorder = recorder_on(device) if may_record else None
+    buckets = buckets_up_to(engine.max_num_seqs) if recorder else ()
     quantization = resolve_quantization(engine.quantization, device)
     group = company.group(device)
     model = load_model(
@@ -133,10 +135,15 @@ def load_engine(
     )
     ready = Model(model, group, engine.batch_invariant)
     graphs: DecodeGraphs | None = None
-    if buckets:
+    if recorder and buckets:
         max_len = min(max_model_len(config, model.spec), num_blocks * engine.block_size)
-        graphs = DecodeGraphs(ready, slab, buckets, max_len, CudaRecorder(device))
+        graphs = DecodeGraphs(ready, slab, buckets, max_len, recorder)
     return Engine(model, slab, Runner(ready, slab, engine.compute_threads, company.step, graphs))
+
+
+def recorder_on(device: torch.device) -> Recorder | None:
+    """What records decode steps; None where it gains nothing."""
+    return CudaRecorder(device) if device.type == "cuda" else None
 
 
 def max_model_len(config: BatonConfig, spec: ModelSpec) -> int:
