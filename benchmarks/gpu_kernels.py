@@ -5,6 +5,7 @@
     the machine    copies 1 GiB: bytes/s;  multiplies two 8,192 x 8,192 bfloat16 matrices: FLOP/s
     each kernel    its bytes, or FLOPs, over its time, as a share of those; one decode step of an 8B shape as well
     exactness      the same wrappers at small shapes against float64 on the GPU
+    the engine     whole steps through the runner: against the CPU, and recorded against not (gpu_model.py)
 
 Times are of replayed CUDA graphs, so that launches from Python do not count; the median of several. Exit status 2 where
 there is no CUDA GPU: nothing here can be measured elsewhere.
@@ -16,6 +17,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -78,7 +80,7 @@ def gemm_flops_per_s(time_s: Callable[[Work], float]) -> float:
 
 
 def measure(num_layers: int) -> Result:
-    from benchmarks import gpu_cases, gpu_exact  # they import the kernels, which need Triton
+    from benchmarks import gpu_cases, gpu_exact, gpu_model  # they import the kernels, which need Triton
 
     device = torch.device("cuda")
     result = Result("gpu_kernels", 0)
@@ -96,9 +98,16 @@ def measure(num_layers: int) -> Result:
             row["share"] = case.num_bytes / time_s / bandwidth
         result.rows.append(row)
         torch.cuda.empty_cache()
+    make_recorder = partial(gpu_model.CudaRecorder, device)
+    for name, time_s, num_bytes in gpu_model.step_times(device, num_layers, make_recorder):
+        rate = num_bytes / time_s
+        result.rows.append(
+            {"kernel": name, "ms": time_s * 1e3, "GB/s": rate / 1e9, "share": rate / bandwidth}
+        )
     shares = {row["kernel"]: row["share"] for row in result.rows}
     result.checks += [Check(check, shares.get(name), ">=", least) for name, (check, least) in SHARES.items()]
-    for name, (error, limit) in gpu_exact.errors(device).items():
+    whole = dict(gpu_model.errors(device, make_recorder))
+    for name, (error, limit) in (gpu_exact.errors(device) | whole).items():
         result.checks.append(Check(f"error {name}", error, "<=", limit))
     return result
 

@@ -13,11 +13,15 @@ from itertools import pairwise
 
 from contracts.errors import ConfigError
 
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """Shape of one token's KV: [num_layers, 2 (K, V), num_kv_heads, head_dim] of dtype ("float32" |
-    "bfloat16" | "float16").
+    "bfloat16" | "float16" | "float8_e4m3fn").
+
+    `scales`: digest of what float8 numbers are multiplied by; the same bytes mean the same only where it is the same.
     """
 
     num_layers: int
@@ -25,12 +29,13 @@ class KvLayout:
     head_dim: int
     block_size: int
     dtype: str
+    scales: str = ""
 
     @property
     def bytes_per_token(self) -> int:
-        itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}.get(self.dtype)
+        itemsize = _ITEM_BYTES.get(self.dtype)
         if itemsize is None:
-            raise ConfigError(f"kv dtype: expected float32, bfloat16 or float16 but got {self.dtype!r}")
+            raise ConfigError(f"kv dtype: expected {', '.join(_ITEM_BYTES)} but got {self.dtype!r}")
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
 
     @property

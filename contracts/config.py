@@ -59,7 +59,7 @@ class EngineConfig(Section):
     )
     quantization: Literal["auto", "none", "int8", "int4"] = Field(
         "auto",
-        description="Weights in memory. auto: as the file holds them, where Q4_0, Q4_1 and Q8_0 of GGUF stay as they are; none: all expanded to model.dtype; int8, int4: other matrices are rounded to groups of 32 (int4: the vocabulary to 8 bits). Needs a C++ compiler on a CPU; on a GPU auto is none.",
+        description="Weights in memory. auto: as the file holds them, where Q4_0, Q4_1 and Q8_0 of GGUF stay as they are; none: all expanded to model.dtype; int8, int4: other matrices are rounded to groups of 32 (int4: the vocabulary to 8 bits). Needs a C++ compiler on a CPU, Triton on a GPU.",
     )
     block_size: int = Field(16, ge=1, le=256, description="Tokens per KV block.")
     kv_cache_bytes: int | None = Field(
@@ -68,6 +68,14 @@ class EngineConfig(Section):
         description="Hard ceiling of the KV pool, of each rank. Empty: 1 GiB on CPU, 85% of the free memory on a GPU.",
     )
     num_blocks: int | None = Field(None, ge=2, description="KV blocks; overrides kv_cache_bytes.")
+    kv_dtype: Literal["auto", "fp8"] = Field(
+        "auto",
+        description="KV in memory and on its way. auto: as model.dtype; fp8: float8 (e4m3), one byte a number, on GPUs only; both pools then hold it. How it is scaled: docs/gpu-kernels.md.",
+    )
+    cuda_graphs: bool = Field(
+        True,
+        description="On a GPU, decode steps of up to max_num_seqs sequences are recorded at warm-up and replayed. Not with experts or several ranks.",
+    )
     batch_invariant: bool = Field(
         False,
         description="The logits of a request have the same bits whatever shares its steps and however its prompt is cut. CPUs with a C++ compiler only; what it costs: docs/engine.md.",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from contracts.ends import end_after
 from contracts.errors import BatonError, DrainingError, EngineError, TryAgain
 from contracts.request import Finished, GenerateRequest, Token
 
@@ -70,20 +71,13 @@ class Story:
     def end(self) -> Finished | None:
         """The end that a lost worker did not come to tell, if the last token sent was the last one.
 
-        The same rules as engine.sequence.EndRules; the model's length bounds `max_tokens` before all attempts.
+        The model's length bounds `max_tokens` before all attempts.
         """
-        sampling = self._request.sampling
         num_known = len(self._known)
         if num_known == len(self._request.output_ids):
             return None
-        if sampling.grammar and self._known[-1] in self._eos_ids:
-            return self.finished(Finished("stop"))
-        if num_known > sampling.min_tokens:
-            if self._known[-1] in sampling.stop_token_ids:
-                return self.finished(Finished("stop", stop_token_id=self._known[-1]))
-            if self._known[-1] in self._eos_ids and not sampling.ignore_eos:
-                return self.finished(Finished("stop"))
-        return self.finished(Finished("length")) if num_known >= sampling.max_tokens else None
+        end = end_after(self._known[-1], num_known, self._request.sampling, self._eos_ids)
+        return end and self.finished(end)
 
     def lost(self, error: BatonError, worker_ids: list[str], num_cached: int) -> bool:
         """An attempt on `worker_ids` failed. Whether another may follow.

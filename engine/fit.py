@@ -1,13 +1,14 @@
 """Whether a model fits into memory, asked before the first weight is read.
 
-    needed = weights + the matrix being packed + activations of one step + KV cache + what the libraries take
+    needed = weights + the matrix being packed + activations of one step + KV cache + decode graphs + what the
+             libraries take
 
 Two workers that start at the same moment see the same free memory; each is right for itself alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,11 @@ NUM_STEP_LOGITS = 16
 LIBRARY_BYTES = 64 << 20
 """Scratch buffers of torch and oneDNN beyond tensors."""
 
+GRAPH_BYTES = 16 << 20
+"""What a driver is given for one recorded step beyond tensors: an allowance, to be measured on a GPU."""
+_COPIES_OF_LOGITS = 3
+"""Of the largest graph: the product, the best of each row, and what is refined."""
+
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -38,21 +44,24 @@ class Need:
     packing: int
     activations: int
     kv_cache: int
+    graphs: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.packing + self.activations + self.kv_cache + LIBRARY_BYTES
+        parts = (self.weights, self.packing, self.activations, self.kv_cache, self.graphs)
+        return sum(parts) + LIBRARY_BYTES
 
 
 def need_of(
-    spec: ModelSpec, dtype: torch.dtype, kv_bytes: int = 0, quantized_bytes: int | None = None
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    kv_bytes: int = 0,
+    quantized_bytes: int | None = None,
+    graph_buckets: Sequence[int] = (),
 ) -> Need:
-    """What serving `spec` takes with weights of `dtype` (or `quantized_bytes` of them) and `kv_bytes` of KV cache."""
-    width = max(
-        2 * spec.intermediate_size,
-        (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim,
-        2 * spec.hidden_size,
-    )
+    """What serving `spec` takes with weights of `dtype` (or `quantized_bytes` of them), `kv_bytes` of KV cache and
+    recorded decode steps of so many sequences."""
+    width = _width(spec)
     logits = NUM_STEP_LOGITS * spec.vocab_size
     return Need(
         weights=weight_bytes(spec, dtype.itemsize) if quantized_bytes is None else quantized_bytes,
@@ -60,7 +69,27 @@ def need_of(
         packing=largest_matrix(spec) * torch.float32.itemsize,
         activations=(NUM_STEP_TOKENS * 2 * width + logits) * torch.float32.itemsize,
         kv_cache=kv_bytes,
+        graphs=graph_bytes(spec, graph_buckets),
     )
+
+
+def graph_bytes(spec: ModelSpec, buckets: Sequence[int]) -> int:
+    """What recorded decode steps take: each its logits, all together the largest one's activations.
+
+    Their block tables are numbers per block, and not counted. A step with experts is not recorded: the host asks which
+    of them were chosen.
+    """
+    if not buckets or spec.is_sparse:
+        return 0
+    logits = (sum(buckets) + _COPIES_OF_LOGITS * max(buckets)) * spec.vocab_size
+    activations = max(buckets) * 2 * _width(spec)
+    return (logits + activations) * torch.float32.itemsize + len(buckets) * GRAPH_BYTES
+
+
+def _width(spec: ModelSpec) -> int:
+    """Numbers of a token's widest activation."""
+    heads = spec.num_heads + 2 * spec.num_kv_heads
+    return max(2 * spec.intermediate_size, heads * spec.head_dim, 2 * spec.hidden_size)
 
 
 def check_fit(
@@ -71,12 +100,13 @@ def check_fit(
     available: AvailableBytes,
     quantized_bytes: int | None = None,
     num_ranks: int = 1,
+    graph_buckets: Sequence[int] = (),
 ) -> None:
     """Raises ConfigError saying what is needed, what there is, and what to try. Unknown free memory is no reason.
 
     Of a model on `num_ranks` ranks, `spec` and the bytes are one rank's; ranks on a CPU share its memory.
     """
-    need, free = need_of(spec, dtype, kv_bytes, quantized_bytes), available(device)
+    need, free = need_of(spec, dtype, kv_bytes, quantized_bytes, graph_buckets), available(device)
     if free is not None and device.type == "cpu":
         free //= num_ranks
     if free is None or need.total <= free:
@@ -107,6 +137,8 @@ def _advice(dtype: torch.dtype, need: Need, free: int) -> str:
     without_kv = need.total - need.kv_cache
     if need.kv_cache and without_kv < free:
         tries.append(f"engine.kv_cache_bytes of {_size(free - without_kv)} or less")
+    if need.graphs and need.total - need.graphs <= free:
+        tries.append("engine.cuda_graphs false")
     if dtype == torch.float32:
         halved = need.total - need.weights // 2
         tries.append(f"model.dtype bfloat16 (needs {_size(halved)})")

@@ -3,13 +3,18 @@
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. `gguf.GGUFReader` reads the same, but builds several
 array objects per string and so needs seconds for a vocabulary, in each worker, at every start.
 Only the standard library is needed here.
+
+A model may be cut into files `name-00001-of-00003.gguf` (llama.cpp's gguf-split): the first has all fields; each has
+some of the tensors and says which part it is (`split.no`, from 0), of how many (`split.count`), and how many tensors
+there are in all (`split.tensors.count`).
 """
 
 from __future__ import annotations
 
 import mmap
+import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,7 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4
+_SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
@@ -26,25 +32,80 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
     """`shape` is outermost first (the file stores it innermost first); `kind` is the number of the quantization;
-    `offset` counts bytes from the start of the file."""
+    `offset` counts bytes from the start of the file, which is number `part` of the model's."""
 
     name: str
     shape: tuple[int, ...]
     kind: int
     offset: int
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """`fields` holds every key of the header as a plain Python value; arrays are lists."""
+    """`fields` holds every key of the first header as a plain Python value; arrays are lists. `paths`: all parts."""
 
-    path: Path
+    paths: tuple[Path, ...]
     fields: dict[str, Any]
     tensors: dict[str, GgufTensor]
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the header of `path`. Raises ConfigError if it is no GGUF file, of another version, or damaged."""
+    """Read the header of `path`, and those of the other parts if it is the first of several.
+
+    Raises ConfigError if a file is no GGUF file, of another version, or damaged, if it is a later part, and if parts
+    are missing or do not belong together.
+    """
+    first = _read_header(path)
+    number, count = _split_of(first)
+    if count <= 1:
+        return first
+    paths = _part_paths(path, count)
+    if number != 0:
+        raise ConfigError(f"split GGUF: expected the first part, {paths[0].name}, but got {path.name}")
+    tensors: dict[str, GgufTensor] = {}
+    for index, part in enumerate(paths):
+        if not part.is_file():
+            raise ConfigError(f"split GGUF: expected {count} parts but {part} is missing")
+        file = first if index == 0 else _read_header(part)
+        if _split_of(file) != (index, count):
+            raise ConfigError(
+                f"split GGUF: expected {part} to be part {index} (from 0) of {count} but it says {_split_of(file)}"
+            )
+        if twice := tensors.keys() & file.tensors.keys():
+            raise ConfigError(f"split GGUF: expected each tensor once but {part} has {min(twice)} again")
+        tensors |= {name: replace(tensor, part=index) for name, tensor in file.tensors.items()}
+    expected = first.fields.get("split.tensors.count", len(tensors))
+    if len(tensors) != expected:
+        raise ConfigError(f"split GGUF: expected {expected} tensors in all parts but got {len(tensors)}")
+    return GgufFile(paths, first.fields, tensors)
+
+
+def model_stem(path: Path) -> str:
+    """The name of a GGUF file without its ending, nor that it is one of several."""
+    named = _SPLIT_NAME.fullmatch(path.name)
+    return named[1] if named else path.stem
+
+
+def _split_of(file: GgufFile) -> tuple[object, int]:
+    """(which part, of how many); (0, 1): the only one."""
+    count = file.fields.get("split.count", 1)
+    if not isinstance(count, int):
+        raise ConfigError(f"{file.paths[0]}: expected split.count to be a number but got {count!r}")
+    return file.fields.get("split.no", 0), count
+
+
+def _part_paths(path: Path, count: int) -> tuple[Path, ...]:
+    named = _SPLIT_NAME.fullmatch(path.name)
+    if named is None or int(named[3]) != count:
+        raise ConfigError(
+            f"split GGUF: expected a name like model-00001-of-{count:05}.gguf, by which the other parts are found, "
+            f"but got {path.name}"
+        )
+    return tuple(path.with_name(f"{named[1]}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1))
+
+
+def _read_header(path: Path) -> GgufFile:
     try:
         with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as buffer:
             return _parse(path, _Cursor(buffer))
@@ -67,7 +128,7 @@ def _parse(path: Path, cursor: _Cursor) -> GgufFile:
         raise ConfigError(f"{path}: expected general.alignment >= 1 but got {alignment!r}")
     start = -(-cursor.position // alignment) * alignment
     placed = {t.name: GgufTensor(t.name, t.shape, t.kind, start + t.offset) for t in tensors}
-    return GgufFile(path, fields, placed)
+    return GgufFile((path,), fields, placed)
 
 
 def _tensor(cursor: _Cursor) -> GgufTensor:

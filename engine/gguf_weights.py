@@ -1,12 +1,13 @@
 """A GGUF file as a source of tensors: Hugging Face names and row order on the outside, any quantization inside.
 
-The file stays memory-mapped; each `read_into` dequantizes one tensor, straight into its place.
+The file, or each of its parts, stays memory-mapped; each `read_into` dequantizes one tensor, straight into its place.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -60,9 +61,9 @@ class GgufSource:
     def __init__(self, path: Path) -> None:
         file = read_gguf(path)
         # NOTE: a plain array over the mapping; slices of a memmap object cost far more than the reads.
-        self._bytes = np.asarray(np.memmap(path, mode="r"))
+        self._bytes = [np.asarray(np.memmap(part, mode="r")) for part in file.paths]
         self.spec: ModelSpec = spec_from_gguf(file, self._rope_factors(file))
-        self.files: Sequence[Path] = [path]
+        self.files: Sequence[Path] = file.paths
         # llama.cpp rotates neighbours in this architecture and halves, as Hugging Face, in all others.
         self._has_paired_rows = file.fields["general.architecture"] == "llama"
         self._tensors: dict[str, GgufTensor] = {}
@@ -100,7 +101,7 @@ class GgufSource:
         whole, head_rows = self._tensors[name], self._rows_of_paired_head(name)
         tensor = _rows(whole, part.rows)
         num_bytes = _num_bytes(tensor)
-        stored = self._bytes[tensor.offset : tensor.offset + num_bytes]
+        stored = self._bytes[tensor.part][tensor.offset : tensor.offset + num_bytes]
         if len(stored) != num_bytes:
             raise ConfigError(
                 f"tensor {tensor.name}: the file ends {num_bytes - len(stored)} bytes too early"
@@ -133,7 +134,7 @@ class GgufSource:
         block_elements, block_bytes = GGML_QUANT_SIZES[kind]
         try:
             num_blocks = _num_blocks(tensor)
-            stored = self._bytes[tensor.offset : tensor.offset + num_blocks * block_bytes]
+            stored = self._bytes[tensor.part][tensor.offset : tensor.offset + num_blocks * block_bytes]
             if len(stored) != num_blocks * block_bytes:
                 raise ValueError(f"the file ends {num_blocks * block_bytes - len(stored)} bytes too early")
             # The library does not care where a row of the tensor ends.
@@ -181,7 +182,7 @@ def _parts(tensor: GgufTensor, has_post_norms: bool) -> Iterator[tuple[str, Gguf
             for expert in range(tensor.shape[0]):
                 name = f"model.layers.{index}.mlp.experts.{expert}.{_EXPERTS[short]}.{suffix}"
                 begin = tensor.offset + expert * bytes_each
-                yield name, GgufTensor(tensor.name, tensor.shape[1:], tensor.kind, begin)
+                yield name, replace(tensor, shape=tensor.shape[1:], offset=begin)
         case _:
             yield hf_name(tensor.name, has_post_norms), tensor
 
@@ -232,9 +233,7 @@ def _rows(tensor: GgufTensor, rows: slice) -> GgufTensor:
     """Some rows of a matrix, which are whole blocks one after the other."""
     low, high, _ = rows.indices(tensor.shape[0])
     row_bytes = _num_bytes(tensor) // tensor.shape[0]
-    return GgufTensor(
-        tensor.name, (high - low, *tensor.shape[1:]), tensor.kind, tensor.offset + low * row_bytes
-    )
+    return replace(tensor, shape=(high - low, *tensor.shape[1:]), offset=tensor.offset + low * row_bytes)
 
 
 def _half_split_rows(values: Tensor, head_rows: int) -> Tensor:

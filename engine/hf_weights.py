@@ -24,6 +24,7 @@ from engine.spec import ModelSpec
 from engine.spec_hf import has_offset_norms, spec_from_hf
 
 _INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
 _MIXTRAL_EXPERT = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
@@ -135,6 +136,10 @@ def _shards(directory: Path) -> list[Path]:
         if not isinstance(weight_map, dict):
             raise ConfigError(f"{_INDEX}: expected 'weight_map' to be an object but got {weight_map!r}")
         shards = [directory / name for name in sorted(set(weight_map.values()))]
+    elif (
+        directory / _WHOLE
+    ).is_file():  # beside it, Mistral's directories have the same weights by other names
+        shards = [directory / _WHOLE]
     else:
         shards = sorted(directory.glob("*.safetensors"))
     if not shards:

@@ -3,14 +3,21 @@
 Layout [N blocks, L, 2 (K, V), K kv heads, S slots, D]: one block across all layers is one contiguous run of bytes, so
 passing a block on is one copy; within a layer one [S, D] plane is contiguous, so attention gathers whole planes.
 Who owns which block is not known here.
+
+    SlabPlan ──allocate──► KvSlab                         of this process
+       └──────shared_file──► descriptor ──shared_slab──►  of a rank, mapped by rank 0 too
+
+A slab may have scratch blocks behind those that are handed out: what is written for nobody goes there.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import mmap
 import os
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,12 +27,62 @@ from contracts.blocks import KvLayout
 from contracts.errors import ConfigError
 from engine.spec import ModelSpec
 
+KvDtype = Literal["auto", "fp8"]
+FP8 = torch.float8_e4m3fn
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlabPlan:
+    """What a slab is to be. `scales` [L, 2, K] float32: what the numbers of a float8 slab are multiplied by.
+
+    Raises ConfigError if a size is not positive.
+    """
+
+    spec: ModelSpec
+    num_blocks: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
+    scales: Tensor | None = None
+    num_scratch: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_blocks < 1 or self.block_size < 1:
+            raise ConfigError(
+                f"expected num_blocks and block_size >= 1 but got {self.num_blocks} and {self.block_size}"
+            )
+        assert (self.scales is not None) == (self.dtype == FP8), "scales belong to float8"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        spec = self.spec
+        num_all = self.num_blocks + self.num_scratch
+        return (num_all, spec.num_layers, 2, spec.num_kv_heads, self.block_size, spec.head_dim)
+
+    def allocate(self) -> KvSlab:
+        """A zeroed slab.
+
+        NOTE: zeroed, not empty: attention reads the unused slots of a block and multiplies them by zero, and zero
+        times the NaN that uninitialised memory may hold is NaN.
+        """
+        scales = None if self.scales is None else self.scales.to(self.device)
+        return KvSlab(_zeros(self.shape, self.dtype, self.device), self.num_scratch, scales)
+
+    def shared_file(self) -> int:
+        """A file descriptor of zeroed memory without a name for `shared_slab`; pages come into being when first
+        used."""
+        file = os.memfd_create("baton-kv-rank", os.MFD_CLOEXEC)
+        os.ftruncate(file, math.prod(self.shape) * self.dtype.itemsize)
+        return file
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class KvSlab:
-    """`data` [N, L, 2, K, S, D], contiguous."""
+    """`storage` [N + scratch blocks, L, 2, K, S, D], contiguous. `scales`: as `SlabPlan.scales`."""
 
-    data: Tensor
+    storage: Tensor
+    num_scratch: int = 0
+    scales: Tensor | None = None
 
     @classmethod
     def allocate(
@@ -36,66 +93,88 @@ class KvSlab:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> KvSlab:
-        """A zeroed slab. Raises ConfigError if a size is not positive.
+        """A slab without scratch blocks."""
+        return SlabPlan(spec, num_blocks, block_size, dtype, torch.device(device)).allocate()
 
-        NOTE: zeroed, not empty: attention reads the unused slots of a block and multiplies them by zero, and zero
-        times the NaN that uninitialised memory may hold is NaN.
-        """
-        if num_blocks < 1 or block_size < 1:
-            raise ConfigError(
-                f"expected num_blocks and block_size >= 1 but got {num_blocks} and {block_size}"
-            )
-        shape = (num_blocks, spec.num_layers, 2, spec.num_kv_heads, block_size, spec.head_dim)
-        return cls(_zeros(shape, dtype, torch.device(device)))
+    @property
+    def data(self) -> Tensor:
+        """[N, L, 2, K, S, D]: the blocks that may be handed out."""
+        return self.storage[: self.num_blocks]
 
     @property
     def num_blocks(self) -> int:
-        return self.data.shape[0]
+        return self.storage.shape[0] - self.num_scratch
 
     @property
     def num_layers(self) -> int:
-        return self.data.shape[1]
+        return self.storage.shape[1]
 
     @property
     def num_kv_heads(self) -> int:
-        return self.data.shape[3]
+        return self.storage.shape[3]
 
     @property
     def block_size(self) -> int:
-        return self.data.shape[4]
+        return self.storage.shape[4]
 
     @property
     def head_dim(self) -> int:
-        return self.data.shape[5]
+        return self.storage.shape[5]
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.data.dtype
+        return self.storage.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.data.device
+        return self.storage.device
 
     @property
     def bytes_per_block(self) -> int:
-        return self.data[0].numel() * self.data.element_size()
+        return self.storage[0].numel() * self.storage.element_size()
 
     @property
     def layout(self) -> KvLayout:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return KvLayout(self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, dtype)
+        return KvLayout(
+            self.num_layers,
+            self.num_kv_heads,
+            self.head_dim,
+            self.block_size,
+            dtype_name(self.dtype),
+            _digest(self.scales),
+        )
 
     def layer(self, index: int) -> Tensor:
-        """View [N, 2, K, S, D] of one layer."""
-        return self.data[:, index]
+        """View [N + scratch blocks, 2, K, S, D] of one layer."""
+        return self.storage[:, index]
+
+    def layer_scales(self, index: int) -> Tensor | None:
+        """[2, K] of a float8 slab."""
+        return None if self.scales is None else self.scales[index]
+
+    def clear(self, block_id: int) -> None:
+        """Zeros, as at the start."""
+        self.storage[block_id].view(torch.uint8).zero_()
 
 
-def shared_file(spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype) -> int:
-    """A file descriptor of zeroed memory without a name for `shared_slab`; pages come into being when first used."""
-    shape = (num_blocks, spec.num_layers, 2, spec.num_kv_heads, block_size, spec.head_dim)
-    file = os.memfd_create("baton-kv-rank", os.MFD_CLOEXEC)
-    os.ftruncate(file, math.prod(shape) * dtype.itemsize)
-    return file
+def resolve_kv_dtype(name: KvDtype, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """`auto` is the model's `dtype`. Raises ConfigError for fp8 on a CPU, which has no kernels for it."""
+    if name == "auto":
+        return dtype
+    if device.type == "cpu":
+        raise ConfigError(f"engine.kv_dtype: expected auto on a CPU but got {name}")
+    return FP8
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As `KvLayout.dtype` has it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _digest(scales: Tensor | None) -> str:
+    if scales is None:
+        return ""
+    return hashlib.blake2b(scales.float().cpu().numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def shared_slab(file: int, shape: tuple[int, ...], dtype: torch.dtype) -> KvSlab:
@@ -118,7 +197,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     torch.zeros writes every byte, which for 1 GiB takes seconds at start; numpy asks the kernel for zero pages.
     """
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.zeros((*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8, device=device).view(
+            dtype
+        )
     num_bytes = math.prod(shape) * dtype.itemsize
     raw = np.zeros(num_bytes + _ALIGNMENT_BYTES, np.uint8)
     begin = -raw.ctypes.data % _ALIGNMENT_BYTES
@@ -127,9 +208,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 def num_blocks_for(num_bytes: int, spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
     """How many blocks a budget of `num_bytes` holds. Raises ConfigError if not even one."""
-    layout = KvLayout(
-        spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, str(dtype).removeprefix("torch.")
-    )
+    layout = KvLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, dtype_name(dtype))
     num_blocks = num_bytes // layout.bytes_per_block
     if num_blocks < 1:
         raise ConfigError(f"kv budget: expected at least {layout.bytes_per_block} bytes but got {num_bytes}")

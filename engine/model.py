@@ -22,6 +22,7 @@ from engine.kernels.native.ops import LANES
 from engine.kv import KvSlab
 from engine.parallel.group import ALONE, Ranks
 from engine.rope import inverse_frequencies, magnitude
+from engine.sampler import Draw
 from engine.spec import Activation, AttentionRule, Experts
 from engine.weights import Linear, LoadedModel, Mlp, SparseMlp
 
@@ -87,16 +88,29 @@ class Kernels(Protocol):
         rotation: tuple[Tensor, Tensor],
         kv: Tensor,
         place: tuple[Tensor, Tensor],
+        scales: Tensor | None = None,
     ) -> Tensor: ...
 
     def gated(self, gate_up: Tensor, activation: Activation, dtype: torch.dtype) -> Tensor: ...
 
     def attend_decodes(
-        self, q: Tensor, kv: Tensor, group: tuple[Tensor, Tensor, Tensor], rule: AttentionRule, out: Tensor
+        self,
+        q: Tensor,
+        kv: Tensor,
+        group: tuple[Tensor, Tensor, Tensor],
+        rule: AttentionRule,
+        out: Tensor,
+        scales: Tensor | None = None,
     ) -> None: ...
 
     def prefill_attention(
-        self, q: Tensor, kv: Tensor, block_ids: Tensor, start: int, rule: AttentionRule
+        self,
+        q: Tensor,
+        kv: Tensor,
+        block_ids: Tensor,
+        start: int,
+        rule: AttentionRule,
+        scales: Tensor | None = None,
     ) -> Tensor: ...
 
 
@@ -109,6 +123,15 @@ def select_kernels(device: torch.device) -> Kernels:
     from engine.kernels.triton import kernel_set  # costs a second that only GPUs should pay
 
     return kernel_set
+
+
+def select_draw(device: torch.device) -> Draw | None:
+    """What draws many tokens at once on a device; None: nothing that the host does not do as well."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from engine.kernels.triton.sampling import sample  # as in select_kernels
+
+    return sample
 
 
 def invariant_kernels(device: torch.device, head_dim: int) -> Kernels:
@@ -168,10 +191,10 @@ class Model:
         post: Tensor | None = None
         for index, layer in enumerate(self._weights.layers):
             hidden, normed = kernels.add_norm(hidden, added, post, layer.attention_norm, eps, self.dtype)
-            rotation, kv = tables[self._rope_of_layer[index]], slab.layer(index)
+            rotation, kv = tables[self._rope_of_layer[index]], (slab.layer(index), slab.layer_scales(index))
             norms, place = (layer.head_norms, eps), (plan.block_ids, plan.slots)
             # Keys and values go to the slab first, so that a chunk sees itself there.
-            q = kernels.split_heads(kernels.linear(normed, layer.qkv), norms, rotation, kv, place)
+            q = kernels.split_heads(kernels.linear(normed, layer.qkv), norms, rotation, kv[0], place, kv[1])
             attended = self._attend(q, kv, plan, self._rules[index])
             added = ranks.total(kernels.linear(attended.view(len(hidden), -1), layer.out))
             post = layer.attention_post_norm
@@ -194,16 +217,19 @@ class Model:
         rows = self._kernels.embed((token_ids - low).masked_fill(is_elsewhere, 0), table)
         return self._ranks.total(rows.masked_fill(is_elsewhere[:, None], 0.0))
 
-    def _attend(self, q: Tensor, kv: Tensor, plan: StepPlan, rule: AttentionRule) -> Tensor:
-        """q [T, H, D] -> [T, H, D] in the model's dtype."""
+    def _attend(
+        self, q: Tensor, held: tuple[Tensor, Tensor | None], plan: StepPlan, rule: AttentionRule
+    ) -> Tensor:
+        """q [T, H, D] -> [T, H, D] in the model's dtype; held: a layer of the slab, and its scales if it is float8."""
+        kv, scales = held
         out = torch.empty(q.shape, dtype=self.dtype, device=q.device)
         for group in plan.decodes:
-            self._kernels.attend_decodes(
-                q, kv, (group.rows, group.block_table, group.context_lens), rule, out
-            )
+            of = (group.rows, group.block_table, group.context_lens)
+            self._kernels.attend_decodes(q, kv, of, rule, out, scales)
         for chunk in plan.chunks:
             rows = slice(chunk.low, chunk.high)
-            out[rows] = self._kernels.prefill_attention(q[rows], kv, chunk.block_ids, chunk.start, rule)
+            of_chunk = (chunk.block_ids, chunk.start)
+            out[rows] = self._kernels.prefill_attention(q[rows], kv, *of_chunk, rule, scales)
         return out
 
     def _mlp(self, x: Tensor, mlp: Mlp | SparseMlp) -> Tensor:

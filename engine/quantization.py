@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -62,11 +63,12 @@ def resolve_quantization(name: Quantization, device: torch.device) -> Quantizati
 
     Raises ConfigError if int8 or int4 is asked for by name there.
     """
-    if name == "none" or (device.type == "cpu" and library() is not None):
+    is_cpu = device.type == "cpu"
+    if name == "none" or (library() is not None if is_cpu else find_spec("triton") is not None):
         return name
     if name == "auto":
         return "none"
-    reason = f"device {device.type}" if device.type != "cpu" else "no C++ compiler that works"
+    reason = "no C++ compiler that works" if is_cpu else f"device {device.type} without the library triton"
     raise ConfigError(f"engine.quantization: expected auto or none but got {name} ({reason})")
 
 

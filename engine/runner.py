@@ -1,6 +1,10 @@
 """A step's work as tensors: index tensors are made once here and shared by all layers.
 
-StepItem* ──► StepPlan (tokens, slots, decode groups, chunks) ──► Model.forward ──► logits of the wanted rows
+StepItem* ─┬─► Graphs: a recorded decode step, if it is one of those ──────────────────┬─► logits of the wanted rows
+           └─► StepPlan (tokens, slots, decode groups, chunks) ──► Model.forward ──────┘
+
+A step is complete when its caller has its result: either its logits, whose reading waits for the device, or nothing,
+and then `execute` itself waits. So whoever is told of a step may read its KV by any way, and its time is the device's.
 """
 
 from __future__ import annotations
@@ -8,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from contracts.errors import ConfigError, EngineError
-from engine.kv import KvSlab
+from engine.kv import FP8, KvSlab
 from engine.model import Chunk, DecodeGroup, Model, StepPlan
 
 MAX_PADDING = 2
@@ -42,15 +47,34 @@ Within = Callable[[Sequence[StepItem]], AbstractContextManager[None]]
 """What a step's computation happens in: rank 0 tells the others there (engine.parallel.leader)."""
 
 
+Captured = Callable[[int, float, int], None]
+"""(sequences, seconds, bytes of memory) of each recorded step."""
+
+
+class Graphs(Protocol):
+    """engine.graphs.DecodeGraphs."""
+
+    def capture(self, captured: Captured) -> None: ...
+
+    def run(self, items: Sequence[StepItem]) -> Tensor | None:
+        """Logits as of `Runner.execute`, valid until the next step; None: to be computed as usual."""
+
+
 class Runner:
     """The model on its device, with the slab it writes. One thread calls `execute`."""
 
     def __init__(
-        self, model: Model, slab: KvSlab, num_threads: int = 1, within: Within = lambda _items: nullcontext()
+        self,
+        model: Model,
+        slab: KvSlab,
+        num_threads: int = 1,
+        within: Within = lambda _items: nullcontext(),
+        graphs: Graphs | None = None,
     ) -> None:
         """Raises ConfigError if `slab` was not made for this model."""
         spec = model.spec
-        expected = (spec.num_layers, spec.num_kv_heads, spec.head_dim, model.dtype, model.device.type)
+        dtype = model.dtype if slab.scales is None else FP8
+        expected = (spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, model.device.type)
         found = (slab.num_layers, slab.num_kv_heads, slab.head_dim, slab.dtype, slab.device.type)
         if found != expected:
             raise ConfigError(
@@ -60,27 +84,38 @@ class Runner:
         self._slab = slab
         self._num_threads = num_threads
         self._within = within
+        self._graphs = graphs
         self._has_set_threads = False
 
     @torch.no_grad()
     def execute(self, items: Sequence[StepItem]) -> Tensor:
-        """Run all items as one step: logits [sum of num_logits, V] float32, in item order.
+        """Run all items as one step: logits [sum of num_logits, V] float32, in item order, valid until the next step.
 
         Raises EngineError if an item has no token, too few blocks, or goes past the model's context.
         """
         if not self._has_set_threads:
             torch.set_num_threads(self._num_threads)  # per calling thread
             self._has_set_threads = True
-        plan = self._plan(items)
+        for item in items:
+            self._check(item)
         with self._within(items):
-            return self._model.forward(plan, self._slab)
+            logits = None if self._graphs is None else self._graphs.run(items)
+            if logits is None:
+                logits = self._model.forward(self._plan(items), self._slab)
+        if not len(logits) and self._slab.device.type == "cuda":
+            torch.cuda.current_stream(self._slab.device).synchronize()
+        return logits
 
-    def warm_up(self) -> None:
-        """One chunk and one decode on the first block, so that the first request pays for no set-up."""
+    @torch.no_grad()
+    def warm_up(self, captured: Captured = lambda _num_seqs, _seconds, _num_bytes: None) -> None:
+        """One chunk and one decode on the first block, so that the first request pays for no set-up; then graphs are
+        captured."""
         size = self._slab.block_size
         self.execute([StepItem([0] * max(1, size - 1), 0, [0], True)])
         self.execute([StepItem([0], max(0, size - 1), [0], True)])
-        self._slab.data[0].zero_()
+        self._slab.clear(0)
+        if self._graphs is not None:
+            self._graphs.capture(captured)
         self._has_set_threads = False  # the engine thread is another one
 
     def _plan(self, items: Sequence[StepItem]) -> StepPlan:
@@ -92,7 +127,6 @@ class Runner:
         decodes: list[tuple[int, StepItem]] = []
         chunks: list[Chunk] = []
         for item in items:
-            self._check(item)
             low, end = len(tokens), item.start + len(item.token_ids)
             tokens += item.token_ids
             positions += range(item.start, end)

@@ -2,13 +2,18 @@
 
 Each row is drawn alone, in float64, by the inverse CDF over the kept tokens in token-id order, with a uniform number
 that is a hash of (seed, output position). So a row's token does not depend on who shares the batch, on the batch's
-size or on the worker. Rows that want nothing but argmax take it from one batched reduction on the device.
+size or on the worker.
+
+    on the device, all at once    rows that want nothing but argmax; with `Draw` (GPUs) also those drawn from raw logits
+    on the host, each alone       penalties, biases, masks, grammars, logprobs; without `Draw` every draw
+
+What the device found comes back in one copy, for which the calling thread waits: it is the end of the step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
@@ -27,6 +32,12 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _NUCLEUS_GUESS = 512  # tokens that hold top_p of the mass in all but flat distributions
 
 _BARRED = np.float32(-np.inf)
+
+_MIN_DEVICE_TEMPERATURE = 1e-3
+"""Below it float32 weights overflow or vanish; the host has more room."""
+
+Draw = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""As kernels.reference.sample: logits [R, V], limits [R, 4], uniforms [R] -> token ids [R]; waits for nothing."""
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
@@ -62,16 +73,27 @@ class SamplingRow:
         return self.params.temperature == 0.0 and self.params.num_logprobs is None and self.is_plain
 
     @property
+    def is_raw_draw(self) -> bool:
+        """Nothing but a token drawn from the raw logits, in float32."""
+        return (
+            self.params.temperature >= _MIN_DEVICE_TEMPERATURE
+            and self.params.num_logprobs is None
+            and self.is_plain
+        )
+
+    @property
     def is_masked_argmax(self) -> bool:
         """Nothing but the best raw logit that the grammar allows."""
         return self.grammar is not None and replace(self, grammar=None).is_argmax
 
 
 class Sampler:
-    """Draws tokens for one model. `eos_token_ids` are masked until a row's `min_tokens` are out."""
+    """Draws tokens for one model. `eos_token_ids` are masked until a row's `min_tokens` are out. `draw`: how many rows
+    are drawn at once where the logits are; None: on the host."""
 
-    def __init__(self, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, eos_token_ids: Sequence[int], draw: Draw | None = None) -> None:
         self._eos_ids = tuple(eos_token_ids)
+        self._draw_all = draw
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Token]:
         """logits [R, V] float32 on any device, rows R -> R tokens.
@@ -82,16 +104,33 @@ class Sampler:
             raise EngineError(f"expected logits [{len(rows)}, V] but got {list(logits.shape)}")
         if not rows:
             return []
-        maxima, best = logits.max(dim=-1)  # the lowest id on ties
-        if not bool(torch.isfinite(maxima).all()):
-            raise EngineError(f"expected finite logits but the rows' maxima are {maxima.tolist()}")
-        best_ids: list[int] = best.tolist()
-        drawn = [index for index, row in enumerate(rows) if not row.is_argmax]
+        found = self._on_device(logits, rows)
+        drawn = [index for index, row in enumerate(rows) if index not in found]
         host = dict(zip(drawn, logits[drawn].cpu().numpy(), strict=True)) if drawn else {}
         return [
-            self._draw(host[index], row) if index in host else Token(row.position, best_ids[index])
+            self._draw(host[index], row) if index in host else Token(row.position, found[index])
             for index, row in enumerate(rows)
         ]
+
+    def _on_device(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[int, int]:
+        """Row -> token, of those rows that need no look at their logits on the host."""
+        maxima, best = logits.max(dim=-1)  # the lowest id on ties
+        results = [maxima.double(), best.double()]
+        raw = [] if self._draw_all is None else [i for i, row in enumerate(rows) if row.is_raw_draw]
+        if raw and self._draw_all is not None:
+            chosen = logits if len(raw) == len(rows) else logits[raw]
+            limits = torch.tensor([_limits(rows[i].params) for i in raw], dtype=torch.float32)
+            uniforms = [uniform(rows[i].params.seed, rows[i].position) for i in raw]
+            places = (limits.to(logits.device), torch.tensor(uniforms, dtype=torch.float64).to(logits.device))
+            results.append(self._draw_all(chosen, *places).double())
+        # One copy; a float64 holds every id exactly.
+        flat: list[float] = torch.cat(results).tolist()
+        num_rows = len(rows)
+        highest, best_ids, drawn = flat[:num_rows], flat[num_rows : 2 * num_rows], flat[2 * num_rows :]
+        if not all(map(math.isfinite, highest)):
+            raise EngineError(f"expected finite logits but the rows' maxima are {highest}")
+        found = {index: int(best_ids[index]) for index, row in enumerate(rows) if row.is_argmax}
+        return found | {index: int(token_id) for index, token_id in zip(raw, drawn, strict=True)}
 
     def _draw(self, logits: NDArray[np.float32], row: SamplingRow) -> Token:
         if row.grammar is not None and row.is_masked_argmax:
@@ -152,6 +191,10 @@ class Sampler:
         if may_end and not (ignore_eos and mask.any()):
             mask[eos_ids] = True
         return mask
+
+
+def _limits(params: SamplingParams) -> tuple[float, float, float, float]:
+    return params.temperature, params.top_k, params.top_p, params.min_p
 
 
 def choose(scores: Floats, params: SamplingParams, position: int) -> int:

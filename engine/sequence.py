@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import torch
 
+from contracts.ends import end_after
 from contracts.errors import BatonError, ConfigError
 from contracts.request import Finished, GenerateRequest, PromptLogprob, SamplingParams, Token
 from engine.blocks import Hold
@@ -172,22 +173,8 @@ class EndRules:
         return self.finished(seq)
 
     def finished(self, seq: Sequence) -> Finished | None:
-        """The terminal event if the last token of `seq` was its last one, else None.
-
-        A stop token counts from `min_tokens` on: before that the sampler does not draw one. `stop_token_id` names a
-        token of the request's `stop_token_ids`; it is None for the model's own EOS.
-        """
-        params, token_id = seq.sampling, seq.token_ids[-1]
-        if seq.grammar is not None and token_id in self._eos_ids:
-            # Drawn only where the grammar lets it be, and, if it is to be ignored, where nothing else may follow.
-            return Finished("stop", seq.num_cached_tokens)
-        if seq.num_outputs > params.min_tokens:
-            if token_id in params.stop_token_ids:
-                return Finished("stop", seq.num_cached_tokens, stop_token_id=token_id)
-            if token_id in self._eos_ids and not params.ignore_eos:
-                return Finished("stop", seq.num_cached_tokens)
-        if seq.num_outputs >= params.max_tokens:
-            return Finished("length", seq.num_cached_tokens)
-        if self._max_model_len is not None and seq.num_tokens >= self._max_model_len:
-            return Finished("length", seq.num_cached_tokens)
-        return None
+        """The terminal event if the last token of `seq` was its last one, else None."""
+        end = end_after(seq.token_ids[-1], seq.num_outputs, seq.sampling, self._eos_ids)
+        if end is None and self._max_model_len is not None and seq.num_tokens >= self._max_model_len:
+            end = Finished("length")
+        return end and replace(end, num_cached_tokens=seq.num_cached_tokens)

@@ -162,6 +162,11 @@ class ModelSpec:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether any layer has experts."""
+        return any(layer.is_sparse for layer in self.layers)
+
     def rule(self, layer: LayerSpec) -> AttentionRule:
         """How `layer` weighs what its queries see."""
         return AttentionRule(self.attention_scale, layer.window, self.attention_cap)

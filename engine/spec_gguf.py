@@ -141,12 +141,14 @@ def _is_local(fields: Fields, num_layers: int) -> list[bool]:
 def _scaling(fields: Fields, factors: tuple[float, ...] | None) -> RopeScaling:
     if factors is not None:
         return FactorRope(factors)
-    kind = fields.text("rope.scaling.type", "none")
+    # As llama.cpp: a factor without a type, or by its name of 2023, is linear.
+    untyped = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0))
+    kind = fields.text("rope.scaling.type", "none" if untyped in (0.0, 1.0) else "linear")
     match kind:
         case "none":
             return None
         case "linear":
-            return LinearRope(fields.number("rope.scaling.factor"))
+            return LinearRope(fields.number("rope.scaling.factor", untyped))
         case "yarn":
             factor = fields.number("rope.scaling.factor")
             require_positive("rope.scaling.factor", factor)

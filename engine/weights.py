@@ -162,12 +162,13 @@ def load_model(
     available: AvailableBytes = available_bytes,
     quantization: Quantization = "none",
     shard: Shard = WHOLE,
+    graph_buckets: Sequence[int] = (),
 ) -> LoadedModel:
     """Read a Hugging Face directory or a GGUF file. `progress` gets (bytes done, bytes in all), as held in memory.
 
     `kv_bytes`: what the caller will allocate for KV on the same device. `quantization`: from `resolve_quantization`;
     auto keeps what the file holds in blocks that the kernels know, int8 and int4 round float matrices too. `shard`:
-    what of the model this rank holds; nothing else is read.
+    what of the model this rank holds; nothing else is read. `graph_buckets`: of decode steps that will be recorded.
     Raises ConfigError for a path that is neither, an unsupported model, missing, extra or misshaped tensors, a model
     that cannot be cut so, and one that does not fit into what is `available`.
     """
@@ -176,7 +177,7 @@ def load_model(
     check_degree(source.spec, shard.size)
     spec, forms = shard.spec(source.spec), Forms(source, quantization, shard)
     num_bytes = sum(forms.num_bytes(name, dtype) for name in forms.parts)
-    check_fit(spec, dtype, place, kv_bytes, available, num_bytes, shard.size)
+    check_fit(spec, dtype, place, kv_bytes, available, num_bytes, shard.size, graph_buckets)
     fingerprint = fingerprint_files(source.files)
     filler = _Filler(source, spec, forms, (dtype, place), num_bytes, progress or (lambda done, total: None))
     return LoadedModel(spec, filler.fill(), fingerprint, dtype, source.spec, shard)

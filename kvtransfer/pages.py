@@ -13,6 +13,7 @@ rank instead of a plain one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -39,30 +40,48 @@ class Pages:
                 )
             if not slab.is_contiguous() or len(slab) != len(given[0]):
                 raise ConfigError(f"kv slab: expected a contiguous tensor of {len(given[0])} blocks")
+        self._dtype = moved_as(layout.dtype)
         self._slabs = [
-            (slab, slice(heads.start, heads.stop)) for slab, heads in zip(given, held, strict=True)
+            (slab.view(self._dtype), slice(heads.start, heads.stop))
+            for slab, heads in zip(given, held, strict=True)
         ]
-        self._dtype = given[0].dtype
         # Of one slab, whole blocks need no look at their inside.
         self._bytes = given[0].view(-1).view(torch.uint8) if len(given) == 1 else None
+        self._stream = torch.cuda.Stream(given[0].device) if given[0].is_cuda else None  # type: ignore[no-untyped-call]
         self.layout = layout
         self.num_blocks = len(given[0])
 
     def num_bytes(self, low: int, high: int) -> int:
         return (high - low) * self.layout.bytes_per_token
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Copies of a GPU's blocks run on a stream of their own, and are over at the end.
+
+        NOTE: on the engine's stream they would wait for its step, and the caller, an event loop, with them. What is
+        copied is complete before anybody is told of it (engine.runner), so there is nothing else to wait for.
+        """
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
+
     def gather(self, block_ids: Sequence[int], low: int, high: int, out: Tensor) -> None:
         """Tokens [low, high) of the sequence held in `block_ids` -> the first bytes of `out` (uint8)."""
-        for held, wire in self._pairs(block_ids, low, high, out):
-            wire.copy_(held)
+        with self.aside():
+            for held, wire in self._pairs(block_ids, low, high, out):
+                wire.copy_(held)
 
     def scatter(self, block_ids: Sequence[int], low: int, high: int, data: Tensor) -> None:
         """The inverse: the first bytes of `data` (uint8) -> tokens [low, high). Nothing else is written."""
-        for held, wire in self._pairs(block_ids, low, high, data):
-            held.copy_(wire)
+        with self.aside():
+            for held, wire in self._pairs(block_ids, low, high, data):
+                held.copy_(wire)
 
     def blocks(self, block_ids: Sequence[int]) -> Tensor:
-        """[len(block_ids), L, 2, K, S, D], a copy."""
+        """[len(block_ids), L, 2, K, S, D], a copy. To be asked within `aside`."""
         ids = list(block_ids)
         if len(self._slabs) == 1:
             return self._slabs[0][0][ids]
@@ -113,6 +132,12 @@ class Pages:
             yield block_ids[index], first, last, offset, num_bytes
             offset += num_bytes
             index += count
+
+
+def moved_as(dtype: str) -> torch.dtype:
+    """What numbers of a layout's dtype are copied as: float8, which torch hardly computes with, as bytes."""
+    found: torch.dtype = getattr(torch, dtype)
+    return torch.uint8 if found.itemsize == 1 else found
 
 
 def head_ranges(num_kv_heads: int, degree: int) -> list[range]:

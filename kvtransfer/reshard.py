@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from contracts.blocks import KvLayout
 from contracts.errors import ConfigError
-from kvtransfer.pages import Pages
+from kvtransfer.pages import Pages, moved_as
 
 CASTS = frozenset({"float32", "bfloat16"})
 
@@ -35,6 +34,8 @@ def check_layouts(ours: KvLayout, theirs: KvLayout) -> None:
         )
     if ours.dtype != theirs.dtype and not {ours.dtype, theirs.dtype} <= CASTS:
         wrong.append(f"dtype={ours.dtype} (float32 and bfloat16 convert) but peer has {theirs.dtype}")
+    if ours.scales != theirs.scales:
+        wrong.append(f"scales={ours.scales!r} but peer has {theirs.scales!r}")
     if wrong:
         raise ConfigError(f"kv layout: expected {'; '.join(wrong)}")
 
@@ -47,13 +48,17 @@ class Reshard:
         check_layouts(pages.layout, target)
         self.layout = target
         self._pages = pages
-        self._dtype: torch.dtype = getattr(torch, target.dtype)
+        self._dtype = moved_as(target.dtype)
 
     def num_bytes(self, low: int, high: int) -> int:
         return (high - low) * self.layout.bytes_per_token
 
     def gather(self, block_ids: Sequence[int], low: int, high: int, out: Tensor) -> None:
         """Tokens [low, high) of the sequence in the source's `block_ids` -> the first bytes of `out`, cast."""
+        with self._pages.aside():
+            self._convert(block_ids, low, high, out)
+
+    def _convert(self, block_ids: Sequence[int], low: int, high: int, out: Tensor) -> None:
         dense = self._dense(block_ids, low, high)
         size, offset, position = self.layout.block_size, 0, low
         while position < high:

@@ -72,6 +72,7 @@ RESTRICTED = {
     "benchmarks/gpu_kernels.py": {"torch"},
     "benchmarks/gpu_cases.py": {"engine", "torch"},
     "benchmarks/gpu_exact.py": {"engine", "torch"},
+    "benchmarks/gpu_model.py": {"engine", "torch"},
     "benchmarks/soak_worker.py": {"engine", "kvtransfer", "torch"},
 }
 

@@ -16,12 +16,17 @@ from torch import Tensor
 
 from contracts.config import BatonConfig, EngineConfig
 from contracts.errors import ConfigError
-from engine.kv import KvSlab, num_blocks_for
+from engine.cuda_graphs import CudaRecorder
+from engine.fit import graph_bytes
+from engine.graphs import DecodeGraphs, Recorder, buckets_up_to
+from engine.kv import FP8, KvSlab, SlabPlan, num_blocks_for, resolve_kv_dtype
+from engine.kv_scales import scales_of
 from engine.model import Model
 from engine.parallel.group import ALONE, Ranks
 from engine.parallel.shards import WHOLE, Shard
 from engine.quantization import resolve_quantization
 from engine.runner import Runner, StepItem
+from engine.spec import ModelSpec
 from engine.weights import LoadedModel, load_model, resolve_dtype
 
 CPU_KV_BYTES = 1 << 30
@@ -40,7 +45,7 @@ class Company(Protocol):
 
     def agree(self, mine: int, timeout_s: float) -> int: ...
 
-    def slab(self, loaded: LoadedModel, num_blocks: int, block_size: int) -> KvSlab: ...
+    def slab(self, plan: SlabPlan) -> KvSlab: ...
 
     def step(self, items: Sequence[StepItem]) -> AbstractContextManager[None]: ...
 
@@ -57,9 +62,8 @@ class Solo:
     def agree(self, mine: int, timeout_s: float) -> int:
         return mine
 
-    def slab(self, loaded: LoadedModel, num_blocks: int, block_size: int) -> KvSlab:
-        device = loaded.weights.final_norm.device
-        return KvSlab.allocate(loaded.spec, num_blocks, block_size, loaded.dtype, device)
+    def slab(self, plan: SlabPlan) -> KvSlab:
+        return plan.allocate()
 
     def slabs(self, mine: KvSlab) -> tuple[Tensor, ...]:
         return (mine.data,)
@@ -80,35 +84,72 @@ class Engine:
 
 
 def load_engine(
-    config: BatonConfig, path: Path, company: Company, progress: Callable[[int, int], None] | None = None
+    config: BatonConfig,
+    path: Path,
+    company: Company,
+    progress: Callable[[int, int], None] | None = None,
+    decodes: bool = True,
 ) -> Engine:
-    """Raises ConfigError if the model does not fit, or not this engine, or if another rank could not load its part."""
+    """`decodes`: whether it may ever write answers, for which decode steps are recorded.
+
+    Raises ConfigError if the model does not fit, or not this engine, or if another rank could not load its part.
+    """
     engine = config.engine
     torch.set_num_threads(engine.compute_threads)
     device = torch.device(resolve_device(engine.device))
     dtype = resolve_dtype(config.model.dtype, device)
+    kv_dtype = resolve_kv_dtype(engine.kv_dtype, dtype, device)
     kv_bytes = planned_kv_bytes(engine, device.type)
+    may_record = decodes and engine.cuda_graphs and company.shard.size == 1
+    recorder = recorder_on(device) if may_record else None
+    buckets = buckets_up_to(engine.max_num_seqs) if recorder else ()
     quantization = resolve_quantization(engine.quantization, device)
     group = company.group(device)
     model = load_model(
-        path, dtype, progress, device, kv_bytes, quantization=quantization, shard=company.shard
+        path,
+        dtype,
+        progress,
+        device,
+        kv_bytes,
+        quantization=quantization,
+        shard=company.shard,
+        graph_buckets=buckets,
     )
+    if model.spec.is_sparse:
+        buckets = ()
     num_blocks = engine.num_blocks or num_blocks_for(
-        kv_bytes or _free_gpu_kv_bytes(), model.spec, engine.block_size, dtype
+        kv_bytes or _free_gpu_kv_bytes(graph_bytes(model.spec, buckets)),
+        model.spec,
+        engine.block_size,
+        kv_dtype,
     )
     num_blocks = company.agree(num_blocks, LOAD_TIMEOUT_S)
     if num_blocks < 2:
         raise ConfigError(
             f"engine.kv_cache_bytes: expected room for at least 2 blocks but it holds {num_blocks}"
         )
-    slab = company.slab(model, num_blocks, engine.block_size)
-    return Engine(
-        model,
-        slab,
-        Runner(
-            Model(model, group, engine.batch_invariant), slab, engine.compute_threads, within=company.step
-        ),
+    scales = scales_of(model) if kv_dtype == FP8 else None
+    num_scratch = 1 if buckets else 0
+    slab = company.slab(
+        SlabPlan(model.spec, num_blocks, engine.block_size, kv_dtype, device, scales, num_scratch)
     )
+    ready = Model(model, group, engine.batch_invariant)
+    graphs: DecodeGraphs | None = None
+    if recorder and buckets:
+        max_len = min(max_model_len(config, model.spec), num_blocks * engine.block_size)
+        graphs = DecodeGraphs(ready, slab, buckets, max_len, recorder)
+    return Engine(model, slab, Runner(ready, slab, engine.compute_threads, company.step, graphs))
+
+
+def recorder_on(device: torch.device) -> Recorder | None:
+    """What records decode steps; None where it gains nothing."""
+    return CudaRecorder(device) if device.type == "cuda" else None
+
+
+def max_model_len(config: BatonConfig, spec: ModelSpec) -> int:
+    """Longest sequence: what the model was trained for, or less where the configuration says so."""
+    wanted = config.model.max_len
+    return min(wanted, spec.max_position) if wanted else spec.max_position
 
 
 def resolve_device(name: str) -> str:
@@ -128,7 +169,7 @@ def planned_kv_bytes(engine: EngineConfig, device: str) -> int:
     return engine.kv_cache_bytes or (CPU_KV_BYTES if device == "cpu" else 0)
 
 
-def _free_gpu_kv_bytes() -> int:
-    """To be asked when the weights are loaded."""
+def _free_gpu_kv_bytes(reserved: int) -> int:
+    """To be asked when the weights are loaded. `reserved`: what will be taken after the KV cache."""
     free, _total = torch.cuda.mem_get_info()
-    return int(free * GPU_KV_SHARE)
+    return int(max(0, free - reserved) * GPU_KV_SHARE)

@@ -23,14 +23,13 @@ from torch import Tensor
 from contracts.config import BatonConfig
 from contracts.errors import ConfigError
 from contracts.messages import Role
-from engine.kv import KvSlab, shared_file, shared_slab
+from engine.kv import KvSlab, SlabPlan, shared_slab
 from engine.parallel.follower import Follower
 from engine.parallel.group import Ranks
 from engine.parallel.leader import Leader
 from engine.parallel.shards import Shard
 from engine.parallel.wire import Rendezvous
 from engine.runner import StepItem
-from engine.weights import LoadedModel
 from worker.loading import load_engine
 
 logger = logging.getLogger("baton.worker")
@@ -87,9 +86,8 @@ class RankZero:
     def agree(self, mine: int, timeout_s: float) -> int:
         return self._leader.agree(mine, timeout_s)
 
-    def slab(self, loaded: LoadedModel, num_blocks: int, block_size: int) -> KvSlab:
-        device = loaded.weights.final_norm.device
-        return KvSlab.allocate(loaded.spec, num_blocks, block_size, loaded.dtype, device)
+    def slab(self, plan: SlabPlan) -> KvSlab:
+        return plan.allocate()
 
     def slabs(self, mine: KvSlab) -> tuple[Tensor, ...]:
         """Those of all ranks, in their order."""
@@ -137,16 +135,13 @@ class _Member:
         self.group = follower.group
         self.agree = follower.agree
 
-    def slab(self, loaded: LoadedModel, num_blocks: int, block_size: int) -> KvSlab:
-        device = loaded.weights.final_norm.device
-        if device.type != "cpu":
+    def slab(self, plan: SlabPlan) -> KvSlab:
+        if plan.device.type != "cpu":
             self._follower.share(None)
-            return KvSlab.allocate(loaded.spec, num_blocks, block_size, loaded.dtype, device)
-        file = shared_file(loaded.spec, num_blocks, block_size, loaded.dtype)
+            return plan.allocate()
+        file = plan.shared_file()
         try:
-            spec = loaded.spec
-            shape = (num_blocks, spec.num_layers, 2, spec.num_kv_heads, block_size, spec.head_dim)
-            slab = shared_slab(file, shape, loaded.dtype)
+            slab = shared_slab(file, plan.shape, plan.dtype)
             self._follower.share(file)
         finally:
             os.close(file)

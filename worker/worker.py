@@ -41,6 +41,7 @@ from contracts.messages import (
 from contracts.roles import Duty, Orders
 from engine.blocks import BlockPool
 from engine.loop import Event, StepLoop
+from engine.model import select_draw
 from engine.sampler import Sampler
 from engine.sequence import EndRules
 from engine.text.grammar import LazyGrammars
@@ -50,8 +51,9 @@ from kvtransfer.endpoint import KvEndpoint
 from worker.chunks import ChunkSizer
 from worker.desk import Desk
 from worker.foreign import told_to
-from worker.loading import Solo, load_engine
+from worker.loading import Solo, load_engine, max_model_len
 from worker.phases import PhaseFactory, Phases
+from worker.progress import shown_graphs, shown_weights
 from worker.ranks import RankZero, StartRank, gather_ranks
 from worker.steps import StepMeter
 from worker.watchdog import AwakeClock, Watchdog
@@ -60,7 +62,6 @@ logger = logging.getLogger("baton.worker")
 
 STATUS_PERIOD_S = 1.0
 STATUS_DELAY_S = 0.02
-_SHOWN_BYTES = 64 << 20  # smaller models load in no time
 
 
 class Worker:
@@ -126,7 +127,7 @@ class Worker:
         self._event_loop = asyncio.get_running_loop()
         model = await asyncio.to_thread(self._load, model_path)
         loaded_s = time.monotonic()
-        await asyncio.to_thread(self._runner.warm_up)
+        await asyncio.to_thread(self._runner.warm_up, shown_graphs(self._worker_id))
         warm_s = time.monotonic()
         logger.info(
             "%s: %s loaded in %.1f s, warm in %.1f s, %d KV blocks",
@@ -166,7 +167,7 @@ class Worker:
             layout,
             self._pool.num_blocks,
             self._config.engine.max_num_seqs,
-            self._max_model_len(model),
+            max_model_len(self._config, model.spec),
         )
         return self._info
 
@@ -235,13 +236,14 @@ class Worker:
         engine = self._config.engine
         if self._config.pool(self._role).tensor_parallel_size > 1:
             self._ranks = gather_ranks(self._config, self._role, self._worker_id, path, self._start_rank)
-        loaded = load_engine(self._config, path, self._ranks, _progress(self._worker_id))
+        decodes = self._role == "decode" or self._config.is_planned
+        loaded = load_engine(self._config, path, self._ranks, shown_weights(self._worker_id), decodes)
         model, self._slab, self._runner = loaded.model, loaded.slab, loaded.runner
         self._slabs = self._ranks.slabs(self._slab)
         self._pool = BlockPool(self._slab.num_blocks, engine.block_size)
-        ends = EndRules(model.spec.eos_token_ids, self._max_model_len(model))
+        ends = EndRules(model.spec.eos_token_ids, max_model_len(self._config, model.spec))
         self._phases: Phases = self._make_phases(self._pool, engine, ends, self._emit)
-        sampler = Sampler(model.spec.eos_token_ids)
+        sampler = Sampler(model.spec.eos_token_ids, select_draw(self._slab.device))
         self._engine = StepLoop(
             self._runner,
             sampler,
@@ -252,11 +254,6 @@ class Worker:
             chunk_limit=self._sizer.fitting if self._sizer else None,
         )
         return model
-
-    def _max_model_len(self, model: LoadedModel) -> int:
-        wanted = self._config.model.max_len
-        trained: int = model.spec.max_position
-        return min(wanted, trained) if wanted else trained
 
     # --- commands and events ----------------------------------------------------------------------------------------
 
@@ -367,20 +364,6 @@ class Worker:
             "baton_worker_damaged_chunks_total": self._kv.num_damaged_chunks,
             "baton_worker_lease_expiries_total": self._desk.num_lease_expiries,
         }
-
-
-def _progress(worker_id: str) -> Callable[[int, int], None]:
-    """Logs each quarter of the weights as it is loaded."""
-    shown = 0
-
-    def show(num_done: int, num_total: int) -> None:
-        nonlocal shown
-        quarter = 4 * num_done // max(num_total, 1)
-        if quarter > shown and num_total >= _SHOWN_BYTES:
-            shown = quarter
-            logger.info("%s: weights %d of %d MB", worker_id, num_done >> 20, num_total >> 20)
-
-    return show
 
 
 def _own_address() -> str:

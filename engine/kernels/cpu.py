@@ -28,6 +28,8 @@ MAX_NATIVE_HEAD_ROWS = 4
 MAX_QUERY_ROWS = 64
 """Queries of one prefill product: larger tiles leave the cache, smaller ones pay more calls."""
 
+NO_FLOAT8 = "float8 KV is refused on CPUs (engine.kv.resolve_kv_dtype)"
+
 
 def pack(layer: Linear) -> None:
     """Replace a weight by its packed copy where that is faster; else leave it. Packing twice is packing once."""
@@ -74,17 +76,25 @@ def split_heads(
     rotation: tuple[Tensor, Tensor],
     kv: Tensor,
     place: tuple[Tensor, Tensor],
+    scales: Tensor | None = None,
 ) -> Tensor:
     """As reference.split_heads."""
+    assert scales is None, NO_FLOAT8
     q, k, v = reference.turned_heads(qkv, norms, rotation, kv)
     write_kv(kv, k, v, *place)
     return q
 
 
 def attend_decodes(
-    q: Tensor, kv: Tensor, group: tuple[Tensor, Tensor, Tensor], rule: AttentionRule, out: Tensor
+    q: Tensor,
+    kv: Tensor,
+    group: tuple[Tensor, Tensor, Tensor],
+    rule: AttentionRule,
+    out: Tensor,
+    scales: Tensor | None = None,
 ) -> None:
     """As reference.attend_decodes."""
+    assert scales is None, NO_FLOAT8
     rows, block_table, context_lens = group
     out[rows] = paged_attention(q[rows], kv, block_table, context_lens, rule)
 
@@ -116,8 +126,11 @@ def paged_attention(
     return mixed.view(num_seqs, num_heads, head_dim).to(kv.dtype)
 
 
-def prefill_attention(q: Tensor, kv: Tensor, block_ids: Tensor, start: int, rule: AttentionRule) -> Tensor:
+def prefill_attention(
+    q: Tensor, kv: Tensor, block_ids: Tensor, start: int, rule: AttentionRule, scales: Tensor | None = None
+) -> Tensor:
     """As reference.prefill_attention."""
+    assert scales is None, NO_FLOAT8
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[2]
     block_ids, start = reference.from_window(block_ids, start, rule.window, kv.shape[3])

@@ -46,6 +46,11 @@ class GroupedWeight:
     def num_inputs(self) -> int:
         return self.scales.shape[1] * GROUP
 
+    def rows(self, row_ids: Tensor) -> GroupedWeight:
+        """Those of the outputs row_ids [T]."""
+        minima = None if self.minima is None else self.minima[row_ids]
+        return GroupedWeight(self.bits, self.codes[row_ids], self.scales[row_ids], minima)
+
     @property
     def num_bytes(self) -> int:
         parts = (self.codes, self.scales, *(() if self.minima is None else (self.minima,)))
@@ -59,7 +64,8 @@ def from_gguf(blocks: Tensor, kind: str) -> GroupedWeight:
     num_scales = 2 if kind == "Q4_1" else 1
     parts = blocks.reshape(len(blocks), -1, BlockKind[kind].block_bytes)
     halves = parts[..., : num_scales * _SCALE_BYTES].contiguous().view(torch.float16)
-    codes = parts[..., num_scales * _SCALE_BYTES :].flatten(1)
+    # NOTE: of one group, flattening is a view with the scale's bytes between rows.
+    codes = parts[..., num_scales * _SCALE_BYTES :].flatten(1).contiguous()
     if kind == "Q8_0":
         return GroupedWeight(8, codes.view(torch.int8), halves[..., 0].contiguous())
     minima = halves[..., 1].contiguous() if kind == "Q4_1" else None

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.grouped import GroupedWeight, dequantized
+from engine.kernels.grouped import GroupedWeight, dequantized, from_gguf
 from engine.spec import Activation, AttentionRule
 from engine.weights import Linear
 
@@ -25,22 +25,33 @@ NUM_REFINED = 32
 
 
 def pack(layer: Linear) -> None:
-    """Nothing: plain torch multiplies with the weight as it is."""
+    """Blocks of a quantized matrix become scales and codes apart; plain torch multiplies with numbers as they are.
+    Packing twice is packing once."""
+    if layer.quantized is not None:
+        layer.packed = from_gguf(layer.quantized.blocks, layer.quantized.kind.name)
+        layer.quantized = None
 
 
 def linear(x: Tensor, layer: Linear) -> Tensor:
     """x [T, in] -> [T, out]."""
+    if isinstance(layer.packed, GroupedWeight):
+        return grouped_linear(x, layer.packed, layer.bias)
     assert layer.weight is not None, "packed by another kernel set"
     return F.linear(x, layer.weight, layer.bias)
 
 
-def grouped_linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None) -> Tensor:
-    """x [T, in] -> [T, out] in x's dtype, by 4- or 8-bit weights; computed in float32."""
-    return F.linear(x.float(), dequantized(weight), None if bias is None else bias.float()).to(x.dtype)
+def grouped_linear(
+    x: Tensor, weight: GroupedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """x [T, in] -> [T, out] in `dtype`, else in x's, by 4- or 8-bit weights; computed in float32."""
+    product = F.linear(x.float(), dequantized(weight), None if bias is None else bias.float())
+    return product.to(dtype or x.dtype)
 
 
 def embed(token_ids: Tensor, table: Linear) -> Tensor:
     """token_ids [T] -> their rows of `table`, [T, hidden] float32."""
+    if isinstance(table.packed, GroupedWeight):
+        return dequantized(table.packed.rows(token_ids))
     assert table.weight is not None, "packed by another kernel set"
     return table.weight[token_ids].float()
 
@@ -63,14 +74,15 @@ def split_heads(
     rotation: tuple[Tensor, Tensor],
     kv: Tensor,
     place: tuple[Tensor, Tensor],
+    scales: Tensor | None = None,
 ) -> Tensor:
     """qkv [T, (H + 2 K) * D] -> q [T, H, D] float32, rotated; keys, rotated, and values go into kv [N, 2, K, S, D].
 
     norms: the weight [H + K, D] of a norm over each query and key head, or None, and its epsilon; rotation: cos and
-    sin of `rope_table`; place: block_ids and slots [T].
+    sin of `rope_table`; place: block_ids and slots [T]; scales [2, K]: of a float8 slab.
     """
     q, k, v = turned_heads(qkv, norms, rotation, kv)
-    write_kv(kv, k, v, *place)
+    write_kv(kv, k, v, *place, scales)
     return q
 
 
@@ -94,12 +106,17 @@ def _turned(
 
 
 def attend_decodes(
-    q: Tensor, kv: Tensor, group: tuple[Tensor, Tensor, Tensor], rule: AttentionRule, out: Tensor
+    q: Tensor,
+    kv: Tensor,
+    group: tuple[Tensor, Tensor, Tensor],
+    rule: AttentionRule,
+    out: Tensor,
+    scales: Tensor | None = None,
 ) -> None:
     """`paged_attention` of some rows of q [T, H, D] into the same rows of `out`; group: rows [B], block_table [B, M],
     context_lens [B]."""
     rows, block_table, context_lens = group
-    out[rows] = paged_attention(q[rows], kv, block_table, context_lens, rule)
+    out[rows] = paged_attention(q[rows], kv, block_table, context_lens, rule, scales).to(out.dtype)
 
 
 def gated(gate_up: Tensor, activation: Activation, dtype: torch.dtype) -> Tensor:
@@ -243,7 +260,9 @@ def within_window(
 
 
 def logits(x: Tensor, head: Linear) -> Tensor:
-    """x [R, hidden] -> [R, V] float32; the head keeps its plain weight."""
+    """x [R, hidden] -> [R, V] float32; a head of numbers keeps its plain weight."""
+    if isinstance(head.packed, GroupedWeight):
+        return grouped_linear(x, head.packed, head.bias, torch.float32)
     assert head.weight is not None, "packed by another kernel set"
     return refined_logits(linear(x, head), x, head.weight)
 

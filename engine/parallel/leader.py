@@ -108,7 +108,7 @@ class Leader:
                 _, file = wire.expect(Kind.SLAB)
                 if file is None:
                     continue  # a GPU's memory stays its own
-                slabs.append(shared_slab(file, tuple(mine.data.shape), mine.dtype).data)
+                slabs.append(shared_slab(file, tuple(mine.storage.shape), mine.dtype).data)
                 os.close(file)
         except WorkerLostError as error:
             raise ConfigError(f"a rank did not start: {error.message}") from error

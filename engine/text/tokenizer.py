@@ -19,6 +19,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from contracts.errors import ConfigError
+from engine.gguf_file import model_stem
 from engine.text.gguf_vocab import read_vocab
 from engine.text.template import ChatTemplate
 
@@ -129,7 +130,7 @@ def load_text(model_path: str | Path) -> TextModel:
 
 
 def _model_name(path: Path) -> str:
-    return _QUANT_SUFFIX.sub("", path.stem).lower()
+    return _QUANT_SUFFIX.sub("", model_stem(path)).lower()
 
 
 def _from_directory(path: Path) -> TextModel:
@@ -171,10 +172,12 @@ def _template_source(path: Path, config: dict[str, Any]) -> str | None:
     file = path / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    source = config.get("chat_template")
+    source = config.get("chat_template", _read_json(path / "chat_template.json").get("chat_template"))
     if isinstance(source, list):  # several named ones
-        named = {item["name"]: item["template"] for item in source}
+        named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
         source = named.get("default", next(iter(named.values()), None))
+    if not isinstance(source, str | None):
+        raise ConfigError(f"{path}: expected a chat template as text, or named ones, but got {source!r}")
     return source
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import gpu_exact, gpu_kernels
+from benchmarks import gpu_exact, gpu_kernels, gpu_model
 from benchmarks.gpu_cases import Shape, Step, cases
 from benchmarks.gpu_exact import error_of, exact_attention
 from engine.kernels import reference
 from engine.spec import AttentionRule
+from tests.engine.recorder import Rerun
 
 CPU = torch.device("cpu")
 TINY = Shape(hidden=64, num_heads=4, num_kv_heads=2, head_dim=16, inner=96, vocab=50, dtype=torch.float32)
@@ -76,3 +79,32 @@ def test_plain_torch_is_within_every_limit_of_exactness(monkeypatch: pytest.Monk
 def test_what_is_no_number_is_within_no_limit() -> None:
     error = error_of(torch.tensor([1.0, torch.nan]), torch.ones(2, dtype=torch.float64))
     assert not error <= 1e9
+
+
+def test_the_engine_of_plain_torch_is_within_every_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.model.select_kernels", lambda device: reference)
+    errors = dict(gpu_model.errors(CPU, Rerun))
+    assert len(errors) == 12
+    assert not {name: error for name, (error, limit) in errors.items() if not error <= limit}
+
+
+def test_a_step_that_could_not_be_recorded_is_within_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.model.select_kernels", lambda device: reference)
+    name, (error, limit) = list(itertools.islice(gpu_model.errors(CPU, lambda: Rerun(fails_at=2)), 2))[1]
+    assert name == "model bfloat16, recorded"
+    assert not error <= limit
+
+
+def test_steps_of_the_engine_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.model.select_kernels", lambda device: reference)
+    monkeypatch.setattr(
+        gpu_model, "LARGE", gpu_model.replace(gpu_model.SMALL, layers=gpu_model.SMALL.layers[:1])
+    )
+    monkeypatch.setattr(gpu_model, "CONTEXT", 64)
+    rows = list(gpu_model.step_times(CPU, 1, Rerun))
+    assert [name for name, _, _ in rows] == [
+        f"engine decode step 8B, {how}" for how in ("recorded", "as usual")
+    ]
+    assert all(time_s > 0 for _, time_s, _ in rows)
+    matrices = 256 * (12 * 64 + 8 * 64 + 3 * 512 + 1000) + 3 * 256
+    assert {num_bytes for _, _, num_bytes in rows} == {2 * (matrices + 16 * 64 * 2 * 2 * 64)}

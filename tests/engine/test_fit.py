@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from engine.weights import load_model
 from tests.engine.tiny_models import FAMILIES, family_config, make_config, make_oracle, write_hf
 
 CPU = torch.device("cpu")
+SPARSE = spec_from_hf(family_config("mixtral"))
 GIB = 1 << 30
 LARGE = spec_from_hf(
     make_config(
@@ -54,6 +56,17 @@ def test_what_does_not_fit_says_what_is_needed_and_what_to_try() -> None:
 def test_a_smaller_kv_cache_is_proposed_where_it_would_do() -> None:
     with pytest.raises(ConfigError, match=r"try engine.kv_cache_bytes of [12]\.\d\d GiB or less"):
         fit.check_fit(LARGE, torch.bfloat16, CPU, 8 * GIB, lambda device: 20 * GIB)
+
+
+def test_recorded_steps_are_counted_and_can_be_given_up() -> None:
+    """Each keeps its logits: 128,256 float32 of 16 + 64 rows, and of the largest some more at work."""
+    graphs = fit.need_of(LARGE, torch.bfloat16, graph_buckets=(16, 64)).graphs
+    assert graphs == fit.graph_bytes(LARGE, (16, 64)) > (16 + 64) * 128256 * 4
+    assert fit.graph_bytes(LARGE, ()) == 0
+    assert fit.graph_bytes(replace(LARGE, layers=SPARSE.layers, experts=SPARSE.experts), (16, 64)) == 0
+    free = fit.need_of(LARGE, torch.bfloat16).total
+    with pytest.raises(ConfigError, match=r"try engine.cuda_graphs false, a smaller model"):
+        fit.check_fit(LARGE, torch.bfloat16, CPU, 0, lambda device: free, graph_buckets=(16, 64))
 
 
 @pytest.mark.parametrize("free", [None, 64 * GIB])

@@ -13,6 +13,7 @@ from engine.kernels.native.build import library
 from engine.model import Kernels
 from engine.spec import AttentionRule
 from engine.weights import Linear
+from tests.engine.attention import attended
 
 KERNEL_SETS: list[Kernels] = [reference, cpu] if library() is None else [reference, cpu, native]
 H, K, D, S, L, N = 6, 2, 16, 4, 3, 12
@@ -59,7 +60,7 @@ def test_paged_attention_is_attention_over_each_context(
     table = torch.tensor([[3, 1, 7], [5, 0, 0], [2, 9, 0]])
     lens = torch.tensor([11, 1, 8])
     q = torch.randn(3, H, D)
-    out = kernels.paged_attention(q, kv, table, lens, rule)
+    out = attended(kernels, q, kv, table, lens, rule)
     for row in range(3):
         expected = textbook(q[row : row + 1], kv, table[row].tolist(), int(lens[row]), rule)
         rtol = 1e-2 if dtype == torch.bfloat16 else 1e-5
@@ -100,7 +101,7 @@ def test_blocks_behind_the_window_are_not_read(kernels: Kernels) -> None:
     table = torch.tensor([4, 11, 0, 9])
     assert kernels.prefill_attention(torch.randn(5, H, D), kv, table, 10, rule).isfinite().all()
     lens = torch.tensor([11])
-    assert kernels.paged_attention(torch.randn(1, H, D), kv, table[None], lens, rule).isfinite().all()
+    assert attended(kernels, torch.randn(1, H, D), kv, table[None], lens, rule).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

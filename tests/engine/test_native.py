@@ -14,6 +14,7 @@ from engine.kernels.native import ops
 from engine.quantization import BlockKind, Quantized, quantize
 from engine.spec import AttentionRule
 from engine.weights import Linear
+from tests.engine.attention import attended
 
 NUM_BLOCKS, SLOTS = 40, 16
 
@@ -69,10 +70,10 @@ def test_more_threads_change_no_bit() -> None:
 
     def results() -> list[Tensor]:
         few = ops.linear(x[:3], panels, None)
-        attended = native.prefill_attention(q, kv, torch.arange(3), 0, rule)
+        chunk = native.prefill_attention(q, kv, torch.arange(3), 0, rule)
         lens = torch.tensor([40, 3])
-        decoded = native.paged_attention(q[:2], kv, torch.arange(6).view(2, 3), lens, rule)
-        return [few, ops.linear(x, panels, None), attended, decoded]
+        decoded = attended(native, q[:2], kv, torch.arange(6).view(2, 3), lens, rule)
+        return [few, ops.linear(x, panels, None), chunk, decoded]
 
     one = results()
     torch.set_num_threads(3)
@@ -107,10 +108,10 @@ def test_attention_equals_reference_over_heads_and_lengths(
     table = torch.randint(0, NUM_BLOCKS, (4, 10))
     q = torch.randn(4, num_heads, head_dim)
     expected = reference.paged_attention(q, kv, table, lens, rule)
-    decoded = native.paged_attention(q, kv, table, lens, rule)
+    decoded = attended(native, q, kv, table, lens, rule)
     torch.testing.assert_close(decoded, expected, rtol=1e-4, atol=2e-5)
     for row in range(4):
-        alone = native.paged_attention(q[row, None], kv, table[row, None], lens[row, None], rule)
+        alone = attended(native, q[row, None], kv, table[row, None], lens[row, None], rule)
         assert torch.equal(alone[0], decoded[row])
     for start, num_tokens in ((0, 1), (0, 70), (300, 33)):
         block_ids = torch.randperm(NUM_BLOCKS)[: -(-(start + num_tokens) // SLOTS)]
@@ -124,7 +125,7 @@ def test_attention_over_bfloat16_is_rounded_once() -> None:
     kv, q, rule = make_kv(2, 64, torch.bfloat16), torch.randn(5, 6, 64), AttentionRule(0.125)
     table, lens = torch.randint(0, NUM_BLOCKS, (5, 4)), torch.tensor([3, 64, 20, 33, 1])
     torch.testing.assert_close(
-        native.paged_attention(q, kv, table, lens, rule),
+        attended(native, q, kv, table, lens, rule),
         reference.paged_attention(q, kv, table, lens, rule),
         rtol=2**-7,
         atol=1e-5,

@@ -110,8 +110,11 @@ def test_the_check_of_memory_counts_blocks_as_they_are(
 
 def test_without_kernels_auto_is_none_and_a_wish_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert resolve_quantization("auto", cuda) == "auto"
+    assert resolve_quantization("int8", cuda) == "int8"
+    monkeypatch.setattr(quantization, "find_spec", lambda name: None)
     assert resolve_quantization("auto", cuda) == "none"
-    with pytest.raises(ConfigError, match=r"expected auto or none but got int8 \(device cuda"):
+    with pytest.raises(ConfigError, match=r"expected auto or none but got int8 \(device cuda without"):
         resolve_quantization("int8", cuda)
     monkeypatch.setattr(quantization, "library", lambda: None)
     assert resolve_quantization("auto", cpu) == "none"

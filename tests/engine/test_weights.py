@@ -92,6 +92,26 @@ def test_shards_named_by_an_index_are_one_checkpoint(tmp_path: Path) -> None:
         assert torch.equal(left, right)
 
 
+def test_other_weights_beside_the_model_are_not_read(tmp_path: Path) -> None:
+    """As in Mistral's directories."""
+    config = make_config()
+    path = write_hf(tmp_path, config, make_oracle(config))
+    save_file({"layers.0.attention.wq.weight": torch.zeros(2)}, path / "consolidated.safetensors")
+    assert open_source(path).files == [path / "config.json", path / "model.safetensors"]
+    load_model(path, torch.float32)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    config = make_config()
+    path = write_hf(tmp_path, config, make_oracle(config))
+    index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        ConfigError, match=r"expected the file .*model-00002-of-00002.safetensors but it is missing"
+    ):
+        load_model(path, torch.float32)
+
+
 def test_an_index_cannot_name_files_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(make_config()))
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../x.safetensors"}}')

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -219,3 +221,28 @@ async def test_a_pair_of_two_layouts_hands_over(
     await decode.endpoint.close()
     assert prefill.is_at_rest
     assert decode.is_at_rest
+
+
+def test_copies_of_a_gpus_blocks_are_over_when_they_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stream of their own: neither does the engine's step hold them up, nor does it read what is not there yet."""
+    told: list[str] = []
+
+    class Stream:
+        def synchronize(self) -> None:
+            told.append("synchronized")
+
+    @contextmanager
+    def stream(_stream: object) -> Iterator[None]:
+        told.append("on")
+        yield
+        told.append("off")
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    layout = KvLayout(1, 1, 2, 4, "float32")
+    pages = Pages(torch.zeros(3, 1, 2, 1, 4, 2), layout)
+    pages._stream = Stream()  # type: ignore[assignment]
+    wire = torch.empty(1000, dtype=torch.uint8)
+    for sender in (pages, Reshard(pages, replace(layout, block_size=8))):
+        sender.gather([1, 2], 0, 5, wire)
+    pages.scatter([1, 2], 0, 5, wire)
+    assert told == ["on", "off", "synchronized"] * 3

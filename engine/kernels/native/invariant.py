@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.kernels.cpu import NO_FLOAT8
 from engine.kernels.native import kernels, ops
 from engine.spec import AttentionRule
 from engine.weights import Linear
@@ -35,16 +36,25 @@ gated = kernels.gated
 
 
 def attend_decodes(
-    q: Tensor, kv: Tensor, group: tuple[Tensor, Tensor, Tensor], rule: AttentionRule, out: Tensor
+    q: Tensor,
+    kv: Tensor,
+    group: tuple[Tensor, Tensor, Tensor],
+    rule: AttentionRule,
+    out: Tensor,
+    scales: Tensor | None = None,
 ) -> None:
     """As reference.attend_decodes."""
+    assert scales is None, NO_FLOAT8
     for row, table, length in zip(*group, strict=True):
         part = slice(int(row), int(row) + 1)
         out[part] = prefill_attention(q[part], kv, table, int(length) - 1, rule)
 
 
-def prefill_attention(q: Tensor, kv: Tensor, block_ids: Tensor, start: int, rule: AttentionRule) -> Tensor:
+def prefill_attention(
+    q: Tensor, kv: Tensor, block_ids: Tensor, start: int, rule: AttentionRule, scales: Tensor | None = None
+) -> Tensor:
     """As reference.prefill_attention. `invariant_kernels` has made sure that the compiled one knows the shape."""
+    assert scales is None, NO_FLOAT8
     out = torch.empty(q.shape, dtype=kv.dtype)
     ops.prefill_attention(q.float().contiguous(), kv, block_ids, start, rule, out)
     return out

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels import cpu
+from engine.kernels.cpu import NO_FLOAT8
 from engine.kernels.native import ops
 from engine.spec import Activation, AttentionRule
 from engine.weights import Linear, has_native_bf16
@@ -84,8 +85,10 @@ def split_heads(
     rotation: tuple[Tensor, Tensor],
     kv: Tensor,
     place: tuple[Tensor, Tensor],
+    scales: Tensor | None = None,
 ) -> Tensor:
     """As reference.split_heads."""
+    assert scales is None, NO_FLOAT8
     return ops.split_heads(qkv, norms, rotation, kv, place)
 
 
@@ -95,27 +98,26 @@ def gated(gate_up: Tensor, activation: Activation, dtype: torch.dtype) -> Tensor
 
 
 def attend_decodes(
-    q: Tensor, kv: Tensor, group: tuple[Tensor, Tensor, Tensor], rule: AttentionRule, out: Tensor
+    q: Tensor,
+    kv: Tensor,
+    group: tuple[Tensor, Tensor, Tensor],
+    rule: AttentionRule,
+    out: Tensor,
+    scales: Tensor | None = None,
 ) -> None:
     """As reference.attend_decodes."""
+    assert scales is None, NO_FLOAT8
     if ops.can_attend(kv):
         ops.decode_attention(q, kv, group, rule, out)
     else:
         cpu.attend_decodes(q, kv, group, rule, out)
 
 
-def paged_attention(
-    q: Tensor, kv: Tensor, block_table: Tensor, context_lens: Tensor, rule: AttentionRule
+def prefill_attention(
+    q: Tensor, kv: Tensor, block_ids: Tensor, start: int, rule: AttentionRule, scales: Tensor | None = None
 ) -> Tensor:
-    """As reference.paged_attention."""
-    out = torch.empty(q.shape, dtype=kv.dtype)
-    group = (torch.arange(len(q)), block_table.contiguous(), context_lens)
-    attend_decodes(q.float().contiguous(), kv, group, rule, out)
-    return out
-
-
-def prefill_attention(q: Tensor, kv: Tensor, block_ids: Tensor, start: int, rule: AttentionRule) -> Tensor:
     """As reference.prefill_attention."""
+    assert scales is None, NO_FLOAT8
     if not ops.can_attend(kv):
         return cpu.prefill_attention(q, kv, block_ids, start, rule)
     out = torch.empty(q.shape, dtype=kv.dtype)

@@ -46,15 +46,19 @@ def tile_for(num_tokens: int, dtype: torch.dtype) -> Tile:
     return Tile(32, 64, 4, 4, 3) if num_tokens <= 64 else Tile(64, 64, 2, 4, 3)
 
 
-def grouped_linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None) -> Tensor:
+def grouped_linear(
+    x: Tensor, weight: GroupedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
     """As reference.grouped_linear. Raises EngineError for shapes or devices that do not fit."""
     num_tokens, num_inputs = x.shape
     num_outputs = weight.scales.shape[0]
     if num_inputs != weight.num_inputs or (bias is not None and bias.shape != (num_outputs,)):
         raise EngineError(f"x: expected [T, {weight.num_inputs}] but got {list(x.shape)}")
-    check_last_contiguous(x=x, codes=weight.codes, scales=weight.scales)
+    check_last_contiguous(x=x)
+    if not (weight.codes.is_contiguous() and weight.scales.is_contiguous()):
+        raise EngineError("codes, scales: expected contiguous tensors")
     check_same_device(x=x, codes=weight.codes, scales=weight.scales, minima=weight.minima, bias=bias)
-    out = torch.empty(num_tokens, num_outputs, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_tokens, num_outputs, dtype=dtype or x.dtype, device=x.device)
     tile = tile_for(num_tokens, x.dtype)
     launch(
         _product,

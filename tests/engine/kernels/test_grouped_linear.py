@@ -36,6 +36,7 @@ def test_gguf_blocks_are_cut_without_a_second_rounding(kind: str) -> None:
     ("num_tokens", "num_outputs", "num_inputs", "dtype"),
     [
         (0, 40, 64, torch.float32),
+        (3, 40, 32, torch.float32),
         (1, 40, 96, torch.float32),
         (5, 70, 160, torch.float32),
         (1, 40, 160, torch.bfloat16),
