@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.recorder import Rerun
 from tests.engine.tiny_models import PROMPT, family_config, make_config, make_oracle, write_hf
-from tests.local_cluster import greedy, local_cluster
+from tests.local.cluster import greedy, local_cluster
 
 REQUESTS = [greedy(f"r{i}", PROMPT[i : 40 + 7 * i], 12, ignore_eos=True, seed=i) for i in range(5)]
 
