@@ -28,6 +28,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -206,10 +207,12 @@ def _start(
     from ray import serve
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    serve.start(
-        http_options={"host": instance.claim.host, "port": instance.claim.port},
-        logging_config={"log_level": "WARNING"},
+    http_options = {"host": instance.claim.host, "port": instance.claim.port}
+    # NOTE: serve.start waits for the proxies too, but the workers can begin when there is a controller.
+    proxies = _in_background(
+        partial(serve.start, http_options=http_options, logging_config={"log_level": "WARNING"})
     )
+    _wait_controller(proxies)
     stages.begin("starting the workers: loading and warming up")
     with WorkerLog(instance.run_dir, stages):
         # NOTE: not serve.run, which looks once a second whether all is up.
@@ -218,7 +221,22 @@ def _start(
             wait_for_ingress_deployment_creation=False,
             wait_for_applications_running=False,
         )
+        proxies.result()
         _wait_ready(instance.claim.url, stages, _failures)
+
+
+def _wait_controller(starting: Future[Any]) -> None:
+    """Return when Serve's controller can be asked. Raises what `starting` Serve raised, TimeoutError."""
+    from ray.serve.context import _get_global_client
+
+    deadline_s = time.monotonic() + READY_TIMEOUT_S
+    while not starting.done():
+        if _get_global_client(raise_if_no_controller_running=False) is not None:
+            return
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"expected Serve's controller within {READY_TIMEOUT_S:.0f} s")
+        time.sleep(_READY_INTERVAL_S)
+    starting.result()
 
 
 def _failures() -> str:

@@ -54,21 +54,28 @@ def start_ray(run_dir: Path, config: BatonConfig) -> None:
 
 @contextlib.contextmanager
 def _fewer_processes() -> Iterator[None]:
-    """Within, ray.init starts neither Ray's node autoscaler nor its log monitor: one machine has no nodes to add, and
-    nobody reads the workers' logs through the driver. Together they take as long to start as a worker's libraries.
+    """Within, ray.init starts neither Ray's node autoscaler nor its log monitor nor the API server: one machine has no
+    nodes to add, nobody reads the workers' logs through the driver, and what is left of the API server without its
+    dashboard is its usage statistics, for which ray.init waits. Together they take longer to start than a worker's
+    libraries.
 
-    NOTE: `ray start` has options for both, `ray.init` has none; where a Ray names them otherwise, it starts them.
+    NOTE: `ray start` has options for two of them, `ray.init` has none; a Ray that names them otherwise starts them.
     """
-    from ray._private import parameter
+    from ray._private import node, parameter
 
     plain = parameter.RayParams
     known = inspect.signature(plain).parameters
     unwanted = {"no_monitor": True, "include_log_monitor": False}
+    start_api_server = getattr(node.Node, "start_api_server", None)
     parameter.RayParams = partial(plain, **{name: value for name, value in unwanted.items() if name in known})
+    if start_api_server is not None:
+        node.Node.start_api_server = lambda self, **_options: None
     try:
         yield
     finally:
         parameter.RayParams = plain
+        if start_api_server is not None:
+            node.Node.start_api_server = start_api_server
 
 
 def _logical_cpus(config: BatonConfig) -> int:
