@@ -36,6 +36,7 @@ from torch import Tensor
 from contracts.errors import BatonError, DeadlineError, HandoffError, WorkerLostError, to_wire
 from contracts.messages import Abort, ChunkDone, Data, Fin, HandoffState, Message, Open, Want
 from contracts.ticket import Ticket
+from kvtransfer.fp8 import Fp8Source
 from kvtransfer.incoming import OK, UNNEEDED
 from kvtransfer.pages import Pages, checksum
 from kvtransfer.plan import Chunk, ChunkPlan, tokens_per_chunk
@@ -47,7 +48,7 @@ logger = logging.getLogger("baton.kvtransfer")
 
 _Argument = TypeVar("_Argument")
 
-Source = Pages | Reshard
+Source = Pages | Reshard | Fp8Source
 """A sender's blocks, as its peer wants them."""
 
 MAX_SENDING = 2  # slots gathered ahead of the link, so that other handoffs find some
