@@ -43,6 +43,20 @@ class KvLayout:
         return self.bytes_per_token * self.block_size
 
 
+def head_ranges(num_kv_heads: int, degree: int) -> list[range]:
+    """The kv heads that each of `degree` ranks holds: as even as can be, the first ranks have one more.
+
+    With more ranks than heads, neighbours hold the same head. Raises ConfigError if a number is not positive.
+    """
+    if num_kv_heads < 1 or degree < 1:
+        raise ConfigError(f"expected num_kv_heads and degree >= 1 but got {num_kv_heads} and {degree}")
+    if degree > num_kv_heads:
+        return [range(head, head + 1) for head in (rank * num_kv_heads // degree for rank in range(degree))]
+    each, more = divmod(num_kv_heads, degree)
+    starts = [rank * each + min(rank, more) for rank in range(degree + 1)]
+    return [range(low, high) for low, high in pairwise(starts)]
+
+
 @dataclass(frozen=True, slots=True)
 class BlockAudit:
     """Invariant 3: the six states sum to `total`, at every step, on every worker."""

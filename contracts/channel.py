@@ -30,6 +30,7 @@ HANDSHAKE_TIMEOUT_S = 3.0
 MAX_FRAME_BYTES = 64 << 20
 MAX_UNPROVED_FRAME_BYTES = 64 << 10
 MAX_OUTBOX_BYTES = 64 << 20
+READ_BYTES = 64 << 10
 UNACKNOWLEDGED_MS = 30_000
 
 _LENGTH = struct.Struct(">I")
@@ -42,6 +43,7 @@ class Channel:
         self._reader = reader
         self._writer = writer
         self._max_frame_bytes = MAX_UNPROVED_FRAME_BYTES
+        self._inbox = bytearray()
         self.peer = Hello("", 0, "", b"")
 
     def send(self, message: Message) -> None:
@@ -63,14 +65,28 @@ class Channel:
         ours.
         """
         try:
-            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-            if length > self._max_frame_bytes:
-                raise ProtocolError(
-                    f"expected a frame of at most {self._max_frame_bytes} bytes but got {length}"
-                )
-            return wire.decode(await self._reader.readexactly(length))
-        except (asyncio.IncompleteReadError, ConnectionError, OSError) as error:
+            while (payload := self._next_frame()) is None:
+                arrived = await self._reader.read(READ_BYTES)
+                if not arrived:
+                    raise WorkerLostError(f"connection to {self.peer.sender_id or 'peer'} ended")
+                self._inbox += arrived
+            return wire.decode(payload)
+        except OSError as error:
             raise WorkerLostError(f"connection to {self.peer.sender_id or 'peer'} ended") from error
+
+    def _next_frame(self) -> bytes | None:
+        """The payload of the first frame in the inbox, if all of it is there."""
+        if len(self._inbox) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._inbox)
+        if length > self._max_frame_bytes:
+            raise ProtocolError(f"expected a frame of at most {self._max_frame_bytes} bytes but got {length}")
+        end = _LENGTH.size + length
+        if len(self._inbox) < end:
+            return None
+        payload = bytes(memoryview(self._inbox)[_LENGTH.size : end])
+        del self._inbox[:end]
+        return payload
 
     @property
     def is_closed(self) -> bool:

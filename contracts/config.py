@@ -174,6 +174,10 @@ class TransferConfig(Section):
         "auto",
         description="Whether each piece of KV carries a checksum (xxh3) that is verified before it is used. auto: between hosts.",
     )
+    wire_dtype: Literal["auto", "fp8"] = Field(
+        "auto",
+        description="What KV is on its way. auto: exactly what the target's blocks hold. fp8: rounded to e4m3 with a scale per block, layer and head, a half of bfloat16's bytes, if the peer has this setting as well. Answers may then differ from those of one engine.",
+    )
     slot_bytes: int = Field(
         4 << 20,
         ge=4096,

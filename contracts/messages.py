@@ -68,6 +68,9 @@ class Hello:
     data_address: str = ""  # kv only: where the accepting side's transports listen, "name=address …"
     bind_token: bytes = b""  # kv only: which accepted data link belongs to this connection
     slot_bytes: int = 0  # kv only: size of one staging slot, an upper bound for one Data; 0: not told
+    wire_dtype: str = (
+        ""  # kv only: "fp8": KV may be rounded on its way (kvtransfer/fp8.py); else as the layout says
+    )
 
 
 @dataclass(frozen=True, slots=True)

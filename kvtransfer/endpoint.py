@@ -24,6 +24,7 @@ from contracts.config import TransferConfig
 from contracts.errors import ConfigError, HandoffError, WorkerLostError
 from contracts.messages import Hello, PeerStatus, WorkerInfo
 from contracts.ticket import Ticket
+from kvtransfer import fp8
 from kvtransfer.incoming import Incoming, Outcome, Reservation
 from kvtransfer.outgoing import Outgoing, OutgoingResult
 from kvtransfer.pages import Pages
@@ -47,7 +48,7 @@ class KvEndpoint:
         secret: bytes,
     ) -> None:
         """`slabs`: [N, L, 2, K, S, D], or one of each tensor-parallel rank (see Pages). Raises ConfigError if it is not
-        of `layout`, or one token does not fit a slot."""
+        of `layout`, one token does not fit a slot, or the wire's dtype is not for it."""
         if layout.bytes_per_token > config.slot_bytes:
             raise ConfigError(
                 f"transfer.slot_bytes: expected at least {layout.bytes_per_token} (one token's KV) "
@@ -56,7 +57,12 @@ class KvEndpoint:
         self._identity = identity
         self._config = config
         self._secret = secret
-        self._hello = Hello(*identity, "kv", b"", fingerprint, layout, slot_bytes=config.slot_bytes)
+        if config.wire_dtype == fp8.FP8:
+            fp8.check_layout(layout)
+        wire_dtype = "" if config.wire_dtype == "auto" else config.wire_dtype
+        self._hello = Hello(
+            *identity, "kv", b"", fingerprint, layout, slot_bytes=config.slot_bytes, wire_dtype=wire_dtype
+        )
         self._pages = Pages(slabs, layout)
         self._receiver = Receiver(identity, secret, self._pages, config)
         self._send_slots = SendSlots(config.num_slots, config.slot_bytes)
@@ -76,7 +82,7 @@ class KvEndpoint:
 
         async def serve(channel: Channel, hello: Hello) -> None:
             link = await paths.accept(hello.bind_token, self._config.connect_timeout_s)
-            await self._receiver.serve(channel, link)
+            await self._receiver.serve(channel, link, fp8.is_agreed(hello, channel.peer))
 
         self._server = ChannelServer(
             self._make_hello, self._secret, serve, lambda peer: check_peer(self._hello, peer)

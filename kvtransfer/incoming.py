@@ -40,6 +40,7 @@ from torch import Tensor
 from contracts.errors import BatonError, HandoffError, ProtocolError
 from contracts.messages import Data, Fin, HandoffState, Open
 from contracts.ticket import Ticket
+from kvtransfer.fp8 import Fp8Target
 from kvtransfer.pages import Pages, checksum
 
 logger = logging.getLogger("baton.kvtransfer")
@@ -125,7 +126,8 @@ class Incoming:
         self.state = IncomingState.RESERVED
         self.reason = ""
         self.connection: int | None = None  # which connection's Open was accepted
-        self._pages = pages
+        self._reserved = pages
+        self._pages: Pages | Fp8Target = pages
         self._on_start = on_start
         self._on_done = on_done
         self._leave = leave
@@ -159,9 +161,12 @@ class Incoming:
                 f"expected request, tokens, prompt hash, start = {_show(*wanted)} but peer opened {_show(*came)}"
             )
 
-    def open(self, connection: int) -> None:
+    def open(self, connection: int, is_rounded: bool = False) -> None:
+        """`is_rounded`: what comes over this connection is in 8 bits."""
         self.state = IncomingState.RECEIVING
         self.connection = connection
+        if is_rounded:
+            self._pages = Fp8Target(self._reserved)
         try:
             if self._on_start is not None:
                 self._on_start()

@@ -6,7 +6,7 @@
     event              OPENING/STREAMING                  FINISHING          DONE
     ready              cut chunks, Want                   -                  ignored
     Grant              gather + send, one per credit      -                  ignored: Abort gives the slots back
-                       last one sent: Fin
+                       link has the last one: Fin
     ChunkDone ok       next                               -                  ignored
     ChunkDone bad      send again, then fail              the same           ignored
     Abort              fail, AbortOk                      fail, AbortOk      AbortOk
@@ -14,14 +14,17 @@
 A migration is a handoff whose end is not known when it begins: the request is decoded meanwhile. `on_caught_up` is when
 all full blocks are at the target; then the request pauses, and `finish` tells how many tokens there are.
 
-A chunk is gathered in one piece on the event loop; blocks are read at no other time, so DONE may follow at once in any
-state and after `on_done` no block is read. What may still be under way reads a send slot only.
+A chunk is gathered in one piece on the event loop, into a slot; or, where it lies in one piece anyway, sent straight
+from its blocks. DONE may follow at once in any state all the same: Fin goes only when the link has let go of the last
+chunk, so what is still read from blocks after `on_done` belongs to a handoff without a Fin, which the peer never takes
+over: it has those bytes in a staging slot, or in blocks that it is about to free. What goes again after Fin is copied.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -33,8 +36,10 @@ from torch import Tensor
 from contracts.errors import BatonError, DeadlineError, HandoffError, WorkerLostError, to_wire
 from contracts.messages import Abort, ChunkDone, Data, Fin, HandoffState, Message, Open, Want
 from contracts.ticket import Ticket
+from kvtransfer.fp8 import Fp8Source
 from kvtransfer.incoming import OK, UNNEEDED
 from kvtransfer.pages import Pages, checksum
+from kvtransfer.plan import Chunk, ChunkPlan, tokens_per_chunk
 from kvtransfer.reshard import Reshard
 from kvtransfer.slots import SendSlots, Staging
 from kvtransfer.transport import Link, Op
@@ -43,8 +48,10 @@ logger = logging.getLogger("baton.kvtransfer")
 
 _Argument = TypeVar("_Argument")
 
+Source = Pages | Reshard | Fp8Source
+"""A sender's blocks, as its peer wants them."""
+
 MAX_SENDING = 2  # slots gathered ahead of the link, so that other handoffs find some
-MAX_SENDS = 3  # of one chunk: the first and two repeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,86 +68,6 @@ class OutgoingResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    number: int
-    low: int
-    high: int
-
-
-class ChunkPlan:
-    """Which token ranges go out next, again, or are through. No I/O.
-
-    Chunks end at block boundaries where a whole block fits, since whole blocks copy fastest; a block that is not full
-    yet waits, unless nothing more comes. `num_tokens` None: not known before `end`.
-    """
-
-    def __init__(self, start: int, num_tokens: int | None, block_size: int, max_tokens: int) -> None:
-        self._cut = start
-        self._num_tokens = num_tokens
-        self._block_size = block_size
-        self._max_tokens = max_tokens
-        self._queue: deque[Chunk] = deque()
-        self._under_way: dict[int, Chunk] = {}
-        self._num_sends: dict[int, int] = {}
-        self.num_chunks = 0
-        self.num_wanted = 0
-
-    @property
-    def is_complete(self) -> bool:
-        """All tokens were cut, sent and acknowledged."""
-        return self._cut == self._num_tokens and not self._queue and not self._under_way
-
-    @property
-    def is_sent(self) -> bool:
-        """All tokens were cut and sent, some perhaps not acknowledged."""
-        return self._cut == self._num_tokens and not self._queue
-
-    @property
-    def has_next(self) -> bool:
-        return bool(self._queue)
-
-    @property
-    def is_under_way(self) -> bool:
-        return bool(self._queue or self._under_way)
-
-    def ready(self, num_tokens: int) -> None:
-        """Tokens [0, num_tokens) may be read; what was said before is not taken back by a smaller number."""
-        limit = num_tokens if self._num_tokens is None else min(num_tokens, self._num_tokens)
-        if limit != self._num_tokens:
-            limit -= limit % self._block_size
-        while self._cut < limit:
-            high = min(limit, self._cut + self._max_tokens)
-            aligned = high - high % self._block_size
-            if high < limit and aligned > self._cut:
-                high = aligned
-            self._queue.append(Chunk(self.num_chunks, self._cut, high))
-            self.num_chunks += 1
-            self.num_wanted += 1
-            self._cut = high
-
-    def end(self, num_tokens: int) -> None:
-        """All `num_tokens` tokens may be read, and no more come."""
-        self._num_tokens = num_tokens
-        self.ready(num_tokens)
-
-    def next(self) -> Chunk:
-        chunk = self._queue.popleft()
-        self._under_way[chunk.number] = chunk
-        self._num_sends[chunk.number] = self._num_sends.get(chunk.number, 0) + 1
-        return chunk
-
-    def done(self, number: int, is_ok: bool) -> None:
-        """The peer's word on a chunk; one that is not under way is a duplicate. Raises HandoffError after MAX_SENDS."""
-        chunk = self._under_way.pop(number, None)
-        if chunk is None or is_ok:
-            return
-        if self._num_sends[number] >= MAX_SENDS:
-            raise HandoffError(f"tokens [{chunk.low}, {chunk.high}) arrived damaged {MAX_SENDS} times")
-        self._queue.append(chunk)
-        self.num_wanted += 1
-
-
-@dataclass(frozen=True, slots=True)
 class Route:
     """What an Outgoing needs of its connection. `tell` raises WorkerLostError when that is gone."""
 
@@ -149,10 +76,19 @@ class Route:
     staging: Staging
     is_summed: bool  # each chunk carries its checksum
     slots: SendSlots
-    pages: Pages | Reshard
+    pages: Source
     slot_bytes: int
     progress_timeout_s: float
     forget: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a chunk goes from: gathered into `staged`, if any; `sent` by the link, if the peer is to get it so."""
+
+    staged: Tensor | None
+    sent: memoryview | None = None
+    slot: int | None = None  # of ours, to be given back
 
 
 class Outgoing:
@@ -179,16 +115,17 @@ class Outgoing:
         self._finished_s = self._begun_s = 0.0
         self._num_bytes = 0
         self._num_asked = 0
-        self._num_sending = 0
+        self._num_sending = self._num_in_slots = 0
         self._is_opened = self._has_sent_fin = self._is_done = self._is_pumping = False
         self._timer: asyncio.TimerHandle | None = None
+        self._due_s = math.inf
         if isinstance(route, BatonError):
             self._is_done = True
             self._loop.call_soon(on_done, OutgoingResult(0, 0.0, route, reason=route.code))
             return
         self._route = route
         layout = route.pages.layout
-        max_tokens = route.slot_bytes // layout.bytes_per_token
+        max_tokens = tokens_per_chunk(layout, route.slot_bytes)
         num_tokens = ticket.num_tokens if on_caught_up is None else None
         self._plan = ChunkPlan(start, num_tokens, layout.block_size, max_tokens)
         self._loop.call_soon(self._open)
@@ -278,7 +215,12 @@ class Outgoing:
             if not self._tell(Want(self.handoff_id, self._plan.num_wanted)):
                 return
             self._num_asked = self._plan.num_wanted
-        if self._state is not None and self._plan.is_sent and not self._has_sent_fin:
+        if (
+            self._state is not None
+            and self._plan.is_sent
+            and not self._has_sent_fin
+            and not self._num_sending
+        ):
             if not self._tell(Fin(self.handoff_id, self._plan.num_chunks, self._state)):
                 return
             self._has_sent_fin = True
@@ -298,57 +240,85 @@ class Outgoing:
         if self._is_done or not self._credits or not self._plan.has_next:
             self._route.slots.pass_on()
             return
-        slot: int | None = None
-        buffer = self._route.staging.tensor(self._credits[0])
-        if buffer is None:
-            if self._num_sending >= MAX_SENDING:
-                self._route.slots.pass_on()
-                return
-            slot = self._route.slots.try_take(self._pump_soon)
-            if slot is None:
-                return
-            buffer = self._route.slots.arena.tensors[slot]
-        self._send(buffer, slot, self._credits.popleft(), self._plan.next())
+        chunk = self._plan.peek()
+        try:
+            place = self._place(chunk)
+        except Exception as error:
+            self._cannot_send(chunk, error)
+            return
+        if place is None:
+            return
+        self._plan.next()
+        self._send(place, self._credits.popleft(), chunk)
         if self._credits and self._plan.has_next:
             self._pump_soon()
         elif self._plan.is_sent:
             self._advance()
 
-    def _send(self, buffer: Tensor, slot: int | None, credit: int, chunk: Chunk) -> None:
-        """Gather into `buffer`: the staging slot of this credit, or our `slot`, which the link then sends."""
+    def _place(self, chunk: Chunk) -> _Place | None:
+        """Where the chunk is sent from: the peer's memory, its own blocks, or a slot. None: wait for one."""
+        route = self._route
+        staged = route.staging.tensor(self._credits[0])
+        if staged is not None:
+            return _Place(staged)
+        in_blocks = route.pages.in_place(self._block_ids, chunk.low, chunk.high)
+        if in_blocks is not None and not self._has_sent_fin:
+            return _Place(None, in_blocks)
+        if self._num_in_slots >= MAX_SENDING:
+            route.slots.pass_on()
+            return None
+        slot = route.slots.try_take(self._pump_soon)
+        if slot is None:
+            return None
+        return _Place(route.slots.arena.tensors[slot], route.slots.arena.views[slot], slot)
+
+    def _send(self, place: _Place, credit: int, chunk: Chunk) -> None:
         route = self._route
         num_bytes = route.pages.num_bytes(chunk.low, chunk.high)
         self._begun_s = self._begun_s or time.monotonic()
         try:
-            content = buffer[:num_bytes]
-            route.pages.gather(self._block_ids, chunk.low, chunk.high, content)
+            content: Tensor | memoryview | None = place.sent
+            if place.staged is not None:
+                content = place.staged[:num_bytes]
+                route.pages.gather(self._block_ids, chunk.low, chunk.high, content)
+            assert content is not None
             summed = checksum(content) if route.is_summed else 0
             route.tell(Data(self.handoff_id, chunk.number, credit, chunk.low, chunk.high, num_bytes, summed))
-            if slot is None:
+            if place.sent is None:
                 self._num_bytes += num_bytes
                 return
-            op = route.link.send(credit, route.slots.arena.views[slot][:num_bytes])
-        except Exception as error:  # whatever it is, it ends this handoff and not the connection
-            if slot is not None:
-                route.slots.give_back(slot)
-            if isinstance(error, WorkerLostError):
-                self._end(error)
-                return
-            logger.exception(
-                "handoff %s: cannot send tokens [%d, %d)", self.handoff_id, chunk.low, chunk.high
-            )
-            self._abort(HandoffError(f"tokens [{chunk.low}, {chunk.high}) could not be sent: {error}"))
+            op = route.link.send(credit, place.sent[:num_bytes])
+        except Exception as error:
+            self._give_back(place)
+            self._cannot_send(chunk, error)
             return
         self._num_sending += 1
-        op.final.add_done_callback(lambda _final: self._sent(op, slot, num_bytes))
+        self._num_in_slots += place.slot is not None
+        op.final.add_done_callback(lambda _final: self._sent(op, place, num_bytes))
 
-    def _sent(self, op: Op, slot: int, num_bytes: int) -> None:
-        self._route.slots.give_back(slot)
+    def _cannot_send(self, chunk: Chunk, error: Exception) -> None:
+        """Whatever it is, it ends this handoff and not the connection."""
+        if isinstance(error, WorkerLostError):
+            self._end(error)
+            return
+        logger.error(
+            "handoff %s: cannot send tokens [%d, %d)", self.handoff_id, chunk.low, chunk.high, exc_info=error
+        )
+        self._abort(HandoffError(f"tokens [{chunk.low}, {chunk.high}) could not be sent: {error}"))
+
+    def _give_back(self, place: _Place) -> None:
+        if place.slot is not None:
+            self._route.slots.give_back(place.slot)
+
+    def _sent(self, op: Op, place: _Place, num_bytes: int) -> None:
+        self._give_back(place)
         self._num_sending -= 1
+        self._num_in_slots -= place.slot is not None
         error = op.final.exception()
         if error is None:
             self._num_bytes += num_bytes
             self._pump_soon()
+            self._advance()
         else:
             self._abort(WorkerLostError(f"data link to {self._ticket.target_id} failed: {error}"))
 
@@ -362,13 +332,18 @@ class Outgoing:
 
     def _watch(self) -> None:
         """(Re)start the wait for the peer's next step, if it is the peer's turn."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if not self._is_done and (self._has_sent_fin or self._plan.is_under_way):
-            self._timer = self._loop.call_later(self._route.progress_timeout_s, self._time_out)
+        is_theirs = not self._is_done and (self._has_sent_fin or self._plan.is_under_way)
+        self._due_s = self._loop.time() + self._route.progress_timeout_s if is_theirs else math.inf
+        if self._timer is None and is_theirs:
+            self._timer = self._loop.call_at(self._due_s, self._look)
 
-    def _time_out(self) -> None:
+    def _look(self) -> None:
+        """One timer, set anew only when it rings: what it waits for moves with every message."""
+        self._timer = None
+        if self._loop.time() < self._due_s:
+            if not self._is_done and self._due_s < math.inf:
+                self._timer = self._loop.call_at(self._due_s, self._look)
+            return
         target, timeout_s = self._ticket.target_id, self._route.progress_timeout_s
         self._abort(DeadlineError(f"{target} made no progress with the handoff for {timeout_s} s"))
 
@@ -376,7 +351,8 @@ class Outgoing:
         if self._is_done:
             return
         self._is_done = True
-        self._watch()
+        if self._timer is not None:
+            self._timer.cancel()
         self._route.slots.forget(self._pump_soon)
         self._route.forget(self.handoff_id)
         now_s = time.monotonic()

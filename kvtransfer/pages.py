@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
 
-from contracts.blocks import KvLayout
+from contracts.blocks import KvLayout, head_ranges
 from contracts.errors import ConfigError
 
 
@@ -45,14 +45,30 @@ class Pages:
             (slab.view(self._dtype), slice(heads.start, heads.stop))
             for slab, heads in zip(given, held, strict=True)
         ]
+        self._is_host = given[0].device.type == "cpu"
+        self._raw = [(self._as_copied(slab.view(torch.uint8)), heads) for slab, heads in self._slabs]
         # Of one slab, whole blocks need no look at their inside.
-        self._bytes = given[0].view(-1).view(torch.uint8) if len(given) == 1 else None
+        flat = self._raw[0][0].reshape(-1)
+        self._flat = flat if len(given) == 1 else None
+        self._view = memoryview(flat) if len(given) == 1 and self._is_host else None
+        self._token_bytes = layout.bytes_per_token
         self._stream = torch.cuda.Stream(given[0].device) if given[0].is_cuda else None  # type: ignore[no-untyped-call]
         self.layout = layout
         self.num_blocks = len(given[0])
 
     def num_bytes(self, low: int, high: int) -> int:
-        return (high - low) * self.layout.bytes_per_token
+        return (high - low) * self._token_bytes
+
+    def in_place(self, block_ids: Sequence[int], low: int, high: int) -> memoryview | None:
+        """What `gather` would copy, if it lies in memory in one piece just so: neighbouring whole blocks."""
+        if self._view is None:
+            return None
+        first, *more = self._pieces(block_ids, low, high)
+        block, begin, end, _offset, size = first
+        if more or (end - begin) % self.layout.block_size:
+            return None
+        start = block * self.layout.block_size * self._token_bytes
+        return self._view[start : start + size]
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -72,13 +88,13 @@ class Pages:
         """Tokens [low, high) of the sequence held in `block_ids` -> the first bytes of `out` (uint8)."""
         with self.aside():
             for held, wire in self._pairs(block_ids, low, high, out):
-                wire.copy_(held)
+                wire[...] = held
 
     def scatter(self, block_ids: Sequence[int], low: int, high: int, data: Tensor) -> None:
         """The inverse: the first bytes of `data` (uint8) -> tokens [low, high). Nothing else is written."""
         with self.aside():
             for held, wire in self._pairs(block_ids, low, high, data):
-                held.copy_(wire)
+                held[...] = wire
 
     def blocks(self, block_ids: Sequence[int]) -> Tensor:
         """[len(block_ids), L, 2, K, S, D], a copy. To be asked within `aside`."""
@@ -86,29 +102,35 @@ class Pages:
         if len(self._slabs) == 1:
             return self._slabs[0][0][ids]
         shape = (len(ids), self.layout.num_layers, 2, self.layout.num_kv_heads)
-        whole = torch.empty((*shape, self.layout.block_size, self.layout.head_dim), dtype=self._dtype)
+        whole = torch.empty(
+            (*shape, self.layout.block_size, self.layout.head_dim), dtype=self._slabs[0][0].dtype
+        )
         for slab, heads in self._slabs:
             whole[:, :, :, heads] = slab[ids]
         return whole
 
+    def _as_copied(self, data: Tensor) -> Any:
+        """`data` (uint8) as it is copied best. NOTE: between the host's memory by numpy, whose copy of a run is the C
+        library's and faster than torch's, and whose views cost a fraction."""
+        return data.numpy() if self._is_host else data
+
     def _pairs(
-        self, block_ids: Sequence[int], low: int, high: int, flat: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """(a piece of a slab, its place in the flat bytes), of the same shape and dtype."""
-        layout = self.layout
-        for block, first, last, offset, size in self._pieces(block_ids, low, high):
-            piece = flat[offset : offset + size]
-            count, rest = divmod(last - first, layout.block_size)
-            if count and self._bytes is not None:
-                begin = block * layout.bytes_per_block
-                yield self._bytes[begin : begin + size], piece
+        self, block_ids: Sequence[int], low: int, high: int, data: Tensor
+    ) -> Iterator[tuple[Any, Any]]:
+        """(a piece of a slab, its place in `data`), of the same shape."""
+        layout, flat = self.layout, self._as_copied(data)
+        size = layout.block_size
+        row = layout.num_layers, 2, layout.num_kv_heads
+        for block, first, last, offset, num_bytes in self._pieces(block_ids, low, high):
+            piece = flat[offset : offset + num_bytes]
+            count, rest = divmod(last - first, size)
+            if count and self._flat is not None:
+                begin = block * size * self._token_bytes
+                yield self._flat[begin : begin + num_bytes], piece
                 continue
-            num_tokens = rest or layout.block_size
-            wire = piece.view(self._dtype).view(
-                max(count, 1), layout.num_layers, 2, layout.num_kv_heads, num_tokens, layout.head_dim
-            )
-            for slab, heads in self._slabs:
-                held = slab[block : block + max(count, 1), :, :, :, first : first + num_tokens]
+            wire = piece.reshape(max(count, 1), *row, rest or size, -1)
+            for slab, heads in self._raw:
+                held = slab[block : block + max(count, 1), :, :, :, first : first + (rest or size)]
                 yield held, wire[:, :, :, heads]
 
     def _pieces(
@@ -128,7 +150,7 @@ class Pages:
                 while count < most and block_ids[index + count] == block_ids[index] + count:
                     count += 1
                 last = count * size
-            num_bytes = (last - first) * self.layout.bytes_per_token
+            num_bytes = (last - first) * self._token_bytes
             yield block_ids[index], first, last, offset, num_bytes
             offset += num_bytes
             index += count
@@ -140,20 +162,6 @@ def moved_as(dtype: str) -> torch.dtype:
     return torch.uint8 if found.itemsize == 1 else found
 
 
-def head_ranges(num_kv_heads: int, degree: int) -> list[range]:
-    """The kv heads that each of `degree` ranks holds: as even as can be, the first ranks have one more.
-
-    With more ranks than heads, neighbours hold the same head. Raises ConfigError if a number is not positive.
-    """
-    if num_kv_heads < 1 or degree < 1:
-        raise ConfigError(f"expected num_kv_heads and degree >= 1 but got {num_kv_heads} and {degree}")
-    if degree > num_kv_heads:
-        return [range(head, head + 1) for head in (rank * num_kv_heads // degree for rank in range(degree))]
-    each, more = divmod(num_kv_heads, degree)
-    starts = [rank * each + min(rank, more) for rank in range(degree + 1)]
-    return [range(low, high) for low, high in pairwise(starts)]
-
-
-def checksum(data: Tensor) -> int:
+def checksum(data: Tensor | memoryview) -> int:
     """xxh3 of `data` (uint8, contiguous, on the CPU), 64 bits. Never 0, which on the wire means: not computed."""
-    return xxhash.xxh3_64_intdigest(data.numpy().data) or 1
+    return xxhash.xxh3_64_intdigest(data.numpy().data if isinstance(data, Tensor) else data) or 1

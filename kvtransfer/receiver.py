@@ -64,6 +64,7 @@ class _Connection:
     channel: Channel
     link: Link
     staging: Staging
+    is_rounded: bool
     receiving: dict[int, float] = field(default_factory=dict)  # slot -> deadline of its bytes
     aborting: dict[str, float] = field(default_factory=dict)  # handoff -> deadline of AbortOk
 
@@ -145,9 +146,9 @@ class Receiver:
         for incoming in list(self._incoming.values()):
             incoming.fail(HandoffError("the kv endpoint is closed"))
 
-    async def serve(self, channel: Channel, link: Link) -> None:
-        """One connection, to its end. Raises what ended it."""
-        connection = _Connection(next(self._numbers), channel, link, Staging(link))
+    async def serve(self, channel: Channel, link: Link, is_rounded: bool = False) -> None:
+        """One connection, to its end. Raises what ended it. `is_rounded`: its KV comes in 8 bits (fp8.py)."""
+        connection = _Connection(next(self._numbers), channel, link, Staging(link), is_rounded)
         watch_link(link, channel)
         self._connections[connection.number] = connection
         timeout_s = self._config.peer_timeout_s
@@ -221,7 +222,7 @@ class Receiver:
             connection.tell(Abort(ticket.handoff_id, to_wire(error)))
             return
         if incoming.connection is None:
-            incoming.open(connection.number)
+            incoming.open(connection.number, connection.is_rounded)
 
     def _data(self, connection: _Connection, message: Data) -> None:
         incoming = self._find(connection, message.handoff_id)

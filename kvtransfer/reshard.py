@@ -53,6 +53,10 @@ class Reshard:
     def num_bytes(self, low: int, high: int) -> int:
         return (high - low) * self.layout.bytes_per_token
 
+    def in_place(self, block_ids: Sequence[int], low: int, high: int) -> memoryview | None:
+        """Nothing lies anywhere as the target wants it."""
+        return None
+
     def gather(self, block_ids: Sequence[int], low: int, high: int, out: Tensor) -> None:
         """Tokens [low, high) of the sequence in the source's `block_ids` -> the first bytes of `out`, cast."""
         with self._pages.aside():

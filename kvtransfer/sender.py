@@ -42,7 +42,8 @@ from contracts.messages import (
     WorkerInfo,
 )
 from contracts.ticket import Ticket
-from kvtransfer.outgoing import Outgoing, OutgoingResult, Route
+from kvtransfer.fp8 import Fp8Source, is_agreed
+from kvtransfer.outgoing import Outgoing, OutgoingResult, Route, Source
 from kvtransfer.pages import Pages
 from kvtransfer.paths import LEAST_JUDGED_BYTES, ON_ONE_HOST, Path, Paths, least_gigabytes_per_s
 from kvtransfer.reshard import Reshard, check_layouts
@@ -237,12 +238,18 @@ class Sender:
             test.stop()
             self._route = None
 
-    def _pages_for(self, peer: Hello) -> Pages | Reshard:
-        """Our blocks as the peer's layout wants them."""
-        if peer.layout is None or peer.layout == self._pages.layout:
-            return self._pages
-        logger.info("kv of %s: %s becomes %s", self.info.worker_id, self._pages.layout, peer.layout)
-        return Reshard(self._pages, peer.layout)
+    def _pages_for(self, peer: Hello) -> Source:
+        """Our blocks as the peer's layout wants them, rounded if both want that."""
+        pages: Pages | Reshard = self._pages
+        if peer.layout is not None and peer.layout != self._pages.layout:
+            logger.info("kv of %s: %s becomes %s", self.info.worker_id, self._pages.layout, peer.layout)
+            pages = Reshard(self._pages, peer.layout)
+        if self._hello.wire_dtype != peer.wire_dtype:
+            logger.info(
+                "transfer.wire_dtype: %s here but %s at %s: kv is not rounded",
+                self._hello.wire_dtype or "auto", peer.wire_dtype or "auto", self.info.worker_id,
+            )  # fmt: skip
+        return Fp8Source(pages) if is_agreed(self._hello, peer) else pages
 
     async def _pass(self, test: SelfTest, channel: Channel, watch: Watch, end: Op) -> None:
         """Run the self-test. Raises _PathFailed if bytes are damaged or do not come in time, or the link ends."""

@@ -24,8 +24,9 @@ import socket
 import struct
 
 from contracts.errors import ConfigError
+from kvtransfer.door import Door, closing_on_error
 from kvtransfer.doorman import MAX_UNBOUND
-from kvtransfer.stream import Door, StreamLink, closing_on_error
+from kvtransfer.stream import StreamLink
 from kvtransfer.transport import Link, LinkClosed, Op
 
 MAX_AREA_BYTES = 64 << 30  # of one link: what a peer may make us map

@@ -23,7 +23,7 @@ import torch
 
 from kvtransfer.transport import Link
 
-WINDOW = 3
+WINDOW = 4
 """Slots of one flow at a time. Enough to hide a round trip; more measured no faster."""
 
 QUARANTINE_GRACE_S = 1.0

@@ -1,11 +1,13 @@
-"""Links over stream sockets: payloads go from slot to socket and from socket to slot without a copy between.
+"""Links over stream sockets: payloads go from memory to socket and from socket to slot without a copy between.
 
-    dialler:  16 bytes token, then messages        message: u64 tag | u32 length | payload
-    listener: token ──accepted──► link
-                └── awaited by nobody, or too many of them: closed, nothing was allocated (doorman.py)
+    message: u64 tag | u32 length | payload
 
-A link has two tasks, one per direction. The first trouble in either shuts the socket, which ends the other; Ops fail
-only after the task that used their buffer has ended.
+    reading:  header ──► payload, into the buffer posted for its tag ──► Op final ──► header …
+                └── nobody has posted it: nothing is read, only the peer's end is watched, until somebody does
+    writing:  in the order of `send`, header and payload in one call, as much as the socket takes
+
+Everything happens in callbacks of the event loop, none of which waits: a buffer is touched within one, or not any more.
+The first trouble in either direction ends both.
 """
 
 from __future__ import annotations
@@ -17,268 +19,208 @@ import select
 import socket
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable
 
-from kvtransfer.doorman import UNBOUND_TIMEOUT_S, Doorman
-from kvtransfer.transport import TOKEN_BYTES, LinkClosed, Op, TransferTruncated
+from kvtransfer.transport import LinkClosed, Op, TransferTruncated
 
 logger = logging.getLogger("baton.kvtransfer")
 
 SCRAP_BYTES = 64 << 10
-ACCEPT_RETRY_S = 0.1
+MAX_CALLS = 8  # of the system in a row, before the event loop's other work has its turn
 
 _HEADER = struct.Struct(">QI")
 
 
 class StreamLink:
-    """One end. Owns the socket and both tasks."""
+    """One end. Owns the socket, which does not block."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._posted: dict[int, tuple[memoryview, Op]] = {}
-        self._awaited: tuple[int, asyncio.Future[None]] | None = None
         self._outbox: deque[tuple[int, memoryview, Op]] = deque()
-        self._has_outgoing = asyncio.Event()
-        self._is_closed = False
-        self._closing: asyncio.Task[None] | None = None
-        self._reader = asyncio.create_task(self._read())
-        self._writer = asyncio.create_task(self._write())
+        self._num_sent = 0  # bytes of the first message in the outbox, header included
+        self._is_writing = False
+        self._is_ended = False
+        self._header = memoryview(bytearray(_HEADER.size))
+        self._target = self._header  # what is filled now
+        self._num_filled = 0
+        self._message: tuple[int, int] | None = None  # tag and length of the payload that comes next
+        self._num_scrap = 0  # bytes of it that are read to be thrown away
+        self._hangup: _Hangup | None = None
+        self._loop.add_reader(sock.fileno(), self._read)
 
     def post_recv(self, tag: int, buffer: memoryview) -> Op:
         op = Op()
-        if self._is_closed or self._reader.done():
+        if self._is_ended:
             op.fail(LinkClosed("link is closed"))
             return op
         assert tag not in self._posted, f"tag {tag} is in use"
         self._posted[tag] = (buffer, op)
-        if self._awaited is not None and self._awaited[0] == tag and not self._awaited[1].done():
-            self._awaited[1].set_result(None)
+        if self._hangup is not None and self._message is not None and self._message[0] == tag:
+            self._hangup.close()
+            self._hangup = None
+            self._begin(*self._message)
+            self._loop.add_reader(self._sock.fileno(), self._read)
+            self._loop.call_soon(self._read)
         return op
 
     def send(self, tag: int, buffer: memoryview) -> Op:
         op = Op()
-        if self._is_closed or self._writer.done():
+        if self._is_ended:
             op.fail(LinkClosed("link is closed"))
             return op
         self._outbox.append((tag, buffer, op))
-        self._has_outgoing.set()
+        if not self._is_writing:
+            self._is_writing = True
+            self._loop.call_soon(self._write)  # what was said before on another connection goes first
         return op
 
     def staging(self, tag: int) -> memoryview | None:
         return None
 
     async def close(self) -> None:
-        """Done to the end even if the caller is cancelled meanwhile, as when both ends of a pair stop at once."""
-        self._is_closed = True
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close())
-        await asyncio.shield(self._closing)
-
-    async def _close(self) -> None:
-        if self._outbox:
+        if self._outbox and not self._is_ended:
             # What is cut off is worth nothing: without this, TCP would tell the peer of the end only behind it.
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self._reader.cancel()
-        self._writer.cancel()
-        await asyncio.gather(self._reader, self._writer, return_exceptions=True)
-        # NOTE: a task that was cancelled before its first step never ran its own clean-up.
-        self._fail_receives()
-        self._fail_sends()
+        self._end("closed")
         self._sock.close()
 
-    async def _read(self) -> None:
-        header = memoryview(bytearray(_HEADER.size))
-        try:
-            while True:
-                await self._fill(header)
-                tag, length = _HEADER.unpack(header)
-                await self._take(tag, length)
-        except OSError as error:
-            logger.debug("data link: %s", error)
-        finally:
-            self._shut()
-            self._fail_receives()
+    # --- reading ----------------------------------------------------------------------------------------------------
 
-    async def _take(self, tag: int, length: int) -> None:
-        """One payload into its buffer. The Op stays in the table meanwhile, so that a failure reaches it."""
-        if tag not in self._posted:
-            await self._until_posted(tag)
-        buffer, op = self._posted[tag]
+    def _read(self) -> None:
+        try:
+            for _ in range(MAX_CALLS):
+                if self._is_ended or self._hangup is not None:
+                    return
+                num_bytes = self._sock.recv_into(self._target[self._num_filled :])
+                if num_bytes == 0:
+                    raise ConnectionResetError("peer closed the data link")
+                self._num_filled += num_bytes
+                if self._num_filled == len(self._target):
+                    self._filled()
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            self._end(str(error))
+
+    def _filled(self) -> None:
+        if self._message is None:
+            tag, length = self._message = _HEADER.unpack(self._header)
+            if tag in self._posted:
+                self._begin(tag, length)
+                return
+            self._loop.remove_reader(self._sock.fileno())
+            self._hangup = _Hangup(self._loop, self._sock, lambda: self._end("peer closed the data link"))
+        elif self._num_scrap > len(self._target):
+            self._num_scrap -= len(self._target)
+            self._aim(self._target[: self._num_scrap])
+        else:
+            self._finish(*self._message)
+
+    def _begin(self, tag: int, length: int) -> None:
+        """The payload, into its buffer or, if it is too long, nowhere."""
+        buffer, _op = self._posted[tag]
         if length <= len(buffer):
-            await self._fill(buffer[:length])
-            del self._posted[tag]
+            self._aim(buffer[:length])
+        else:
+            self._num_scrap = length
+            self._aim(memoryview(bytearray(min(length, SCRAP_BYTES))))
+        if not length:
+            self._finish(tag, length)
+
+    def _finish(self, tag: int, length: int) -> None:
+        buffer, op = self._posted.pop(tag)
+        if self._num_scrap:
+            op.fail(TransferTruncated(f"expected at most {len(buffer)} bytes but peer sent {length}"))
+        else:
             op.finish(length)
-            return
-        scrap = memoryview(bytearray(SCRAP_BYTES))
-        left = length
-        while left:
-            await self._fill(scrap[: min(left, SCRAP_BYTES)])
-            left -= min(left, SCRAP_BYTES)
-        del self._posted[tag]
-        op.fail(TransferTruncated(f"expected at most {len(buffer)} bytes but peer sent {length}"))
+        self._message, self._num_scrap = None, 0
+        self._aim(self._header)
 
-    async def _until_posted(self, tag: int) -> None:
-        """Raises OSError if the peer leaves first. With its payload unread no read would ever tell."""
-        posted = self._loop.create_future()
-        self._awaited = (tag, posted)
-        with _left(self._loop, self._sock, posted):
-            await posted
-        self._awaited = None
+    def _aim(self, target: memoryview) -> None:
+        self._target, self._num_filled = target, 0
 
-    async def _fill(self, buffer: memoryview) -> None:
-        await receive(self._loop, self._sock, buffer)
+    # --- writing ----------------------------------------------------------------------------------------------------
 
-    async def _write(self) -> None:
+    def _write(self) -> None:
+        is_full = False
         try:
-            while True:
-                while self._outbox:
-                    tag, buffer, op = self._outbox[0]
-                    await self._send_all(_HEADER.pack(tag, len(buffer)), buffer)
-                    self._outbox.popleft()
-                    op.finish(len(buffer))
-                self._has_outgoing.clear()
-                await self._has_outgoing.wait()
+            for _ in range(MAX_CALLS):
+                if self._is_ended or not self._outbox or is_full:
+                    break
+                is_full = not self._write_some()
         except OSError as error:
-            logger.debug("data link: %s", error)
-        finally:
-            self._shut()
-            self._fail_sends()
+            self._end(str(error))
+        if self._is_ended:
+            return
+        if is_full:
+            self._loop.add_writer(self._sock.fileno(), self._write_again)
+        elif self._outbox:
+            self._loop.call_soon(self._write)
+        else:
+            self._is_writing = False
 
-    async def _send_all(self, header: bytes, buffer: memoryview) -> None:
-        """Both in one system call, as far as the socket takes them: each call wakes the peer."""
+    def _write_again(self) -> None:
+        self._loop.remove_writer(self._sock.fileno())
+        self._write()
+
+    def _write_some(self) -> bool:
+        """One call of the system: each one wakes the peer. False if the socket takes no more."""
+        tag, buffer, op = self._outbox[0]
+        left = self._num_sent - _HEADER.size
+        parts: list[bytes | memoryview] = [buffer[max(left, 0) :]]
+        if left < 0:
+            parts.insert(0, _HEADER.pack(tag, len(buffer))[self._num_sent :])
         try:
-            num_sent = self._sock.sendmsg([header, buffer])
-        except BlockingIOError:
-            num_sent = 0
-        if num_sent < len(header):
-            await self._loop.sock_sendall(self._sock, header[num_sent:])
-            num_sent = len(header)
-        await self._loop.sock_sendall(self._sock, buffer[num_sent - len(header) :])
+            self._num_sent += self._sock.sendmsg(parts)
+        except (BlockingIOError, InterruptedError):
+            return False
+        if self._num_sent < _HEADER.size + len(buffer):
+            return False
+        self._num_sent = 0
+        self._outbox.popleft()
+        op.finish(len(buffer))
+        return True
 
-    def _shut(self) -> None:
-        self._is_closed = True
-        self._has_outgoing.set()
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def _end(self, why: str) -> None:
+        """No buffer is touched any more."""
+        if self._is_ended:
+            return
+        self._is_ended = True
+        logger.debug("data link: %s", why)
+        if self._hangup is not None:
+            self._hangup.close()
+            self._hangup = None
+        self._loop.remove_reader(self._sock.fileno())
+        self._loop.remove_writer(self._sock.fileno())
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        if not self._writer.done() and self._reader is asyncio.current_task():
-            self._writer.cancel()
-        if not self._reader.done() and self._writer is asyncio.current_task():
-            self._reader.cancel()
-
-    def _fail_receives(self) -> None:
         for _buffer, op in self._posted.values():
             op.fail(LinkClosed("data link ended"))
-        self._posted.clear()
-
-    def _fail_sends(self) -> None:
         for _tag, _buffer, op in self._outbox:
             op.fail(LinkClosed("data link ended"))
+        self._posted.clear()
         self._outbox.clear()
 
 
-class Door:
-    """The listening socket: who shows an awaited token is let in, anybody else is closed."""
+class _Hangup:
+    """Calls `tell` when the other end of `sock` closes, unread bytes or not: no read would ever say so. On Linux;
+    elsewhere the owner of the link, whose control connection ends as well, has to close it.
+    """
 
     def __init__(
-        self, sock: socket.socket, greet: Callable[[socket.socket], Awaitable[None]] | None = None
+        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, tell: Callable[[], None]
     ) -> None:
-        """`greet(sock)`, if any, comes before the token is read; an OSError of it closes the connection."""
-        self._sock = sock
-        self._greet = greet
-        self._doorman = Doorman[socket.socket](lambda late: late.close())
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._spawn(asyncio.create_task(self._serve()))
+        self._loop = loop
+        self._poll = select.epoll() if hasattr(select, "epoll") else None
+        if self._poll is not None:
+            self._poll.register(sock, select.EPOLLRDHUP)
+            loop.add_reader(self._poll.fileno(), tell)
 
-    async def accept(self, token: bytes, timeout_s: float) -> socket.socket:
-        """The connection that showed `token`. Raises LinkClosed after `timeout_s`."""
-        return await self._doorman.accept(token, timeout_s)
-
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._sock.close()
-
-    async def _serve(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _address = await loop.sock_accept(self._sock)
-            except OSError as error:  # no file descriptor left, say: the backlog waits
-                logger.warning("data port: cannot accept: %s", error)
-                await asyncio.sleep(ACCEPT_RETRY_S)
-                continue
-            if self._doorman.is_full:
-                sock.close()
-                continue
-            self._spawn(asyncio.create_task(self._bind(sock)))
-
-    async def _bind(self, sock: socket.socket) -> None:
-        """Hand `sock` to whoever awaits its token, or close it."""
-        is_bound = False
-        try:
-            with self._doorman.place():
-                sock.setblocking(False)
-                token = memoryview(bytearray(TOKEN_BYTES))
-                async with asyncio.timeout(UNBOUND_TIMEOUT_S):
-                    if self._greet is not None:
-                        await self._greet(sock)
-                    await receive(asyncio.get_running_loop(), sock, token)
-                is_bound = await self._doorman.present(bytes(token), sock)
-        except (OSError, TimeoutError) as error:
-            logger.warning("data port: closed a link without an expected token (%s)", type(error).__name__)
-        finally:
-            if not is_bound:
-                sock.close()
-
-    def _spawn(self, task: asyncio.Task[None]) -> None:
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-
-@contextlib.contextmanager
-def _left(
-    loop: asyncio.AbstractEventLoop, sock: socket.socket, future: asyncio.Future[None]
-) -> Iterator[None]:
-    """Within, `future` fails when the other end of `sock` closes, unread bytes or not. On Linux; elsewhere the owner of
-    the link, whose control connection ends as well, has to close it.
-    """
-    if not hasattr(select, "epoll"):
-        yield
-        return
-
-    def fail() -> None:
-        if not future.done():
-            future.set_exception(ConnectionResetError("peer closed the data link"))
-
-    with select.epoll() as hangup:
-        hangup.register(sock, select.EPOLLRDHUP)
-        loop.add_reader(hangup.fileno(), fail)
-        try:
-            yield
-        finally:
-            loop.remove_reader(hangup.fileno())
-
-
-async def receive(loop: asyncio.AbstractEventLoop, sock: socket.socket, buffer: memoryview) -> None:
-    """Fill `buffer`. Raises OSError if the connection ends before."""
-    filled = 0
-    while filled < len(buffer):
-        num_bytes = await loop.sock_recv_into(sock, buffer[filled:])
-        if num_bytes == 0:
-            raise ConnectionResetError("peer closed the data link")
-        filled += num_bytes
-
-
-@contextlib.contextmanager
-def closing_on_error(sock: socket.socket, address: str) -> Iterator[None]:
-    """While dialling: whatever goes wrong closes `sock`; the network's errors become LinkClosed."""
-    try:
-        yield
-    except (OSError, OverflowError) as error:
-        sock.close()
-        raise LinkClosed(f"cannot reach data address {address}: {error}") from error
-    except BaseException:
-        sock.close()
-        raise
+    def close(self) -> None:
+        if self._poll is not None:
+            self._loop.remove_reader(self._poll.fileno())
+            self._poll.close()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 
+from kvtransfer.door import Door, closing_on_error
 from kvtransfer.doorman import MAX_UNBOUND
-from kvtransfer.stream import Door, StreamLink, closing_on_error
+from kvtransfer.stream import StreamLink
 from kvtransfer.transport import Link, LinkClosed
 
 SOCKET_BUFFER_BYTES = 2 << 20  # between two processes of one machine the fastest of 0.5 to 4 MiB, by a little

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from contracts.blocks import head_ranges
 from contracts.errors import ConfigError
 from engine.spec import ModelSpec
 from engine.tensor_names import Shape, expected_tensors
@@ -57,8 +58,7 @@ class Shard:
         )
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        low = self.rank * num_kv_heads // self.size
-        return range(low, max(low + 1, (self.rank + 1) * num_kv_heads // self.size))
+        return head_ranges(num_kv_heads, self.size)[self.rank]
 
     def vocabulary(self, vocab_size: int) -> range:
         """Token ids whose rows of embedding and head are here."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from contracts.errors import HandoffError, ProtocolError
 from kvtransfer.incoming import Arrivals
-from kvtransfer.outgoing import MAX_SENDS, ChunkPlan
+from kvtransfer.plan import MAX_SENDS, ChunkPlan
 from kvtransfer.slots import (
     QUARANTINE_GRACE_S,
     WINDOW,

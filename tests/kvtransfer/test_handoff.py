@@ -26,10 +26,12 @@ from kvtransfer import outgoing as outgoing_module
 from kvtransfer.incoming import IncomingState
 from kvtransfer.outgoing import OutgoingResult
 from kvtransfer.pages import Pages, checksum
+from kvtransfer.stream import StreamLink
 from tests.kvtransfer.tools import (
     FINGERPRINT,
     HOST,
     LAYOUT,
+    NUM_SLOTS,
     SLOT_TOKENS,
     STATE,
     Handoff,
@@ -297,6 +299,7 @@ async def test_a_fault_while_sending_gives_the_slot_back_and_ends_only_that_hand
         with monkeypatch.context() as patch:
             patch.setattr(Pages, "gather", broken)
             handoff = pair.handoff(100)
+            handoff.sources.reverse()  # neighbours would go without being gathered
             handoff.expect()
             handoff.open()
             assert "boom" in str((await handoff.result()).error)
@@ -306,6 +309,25 @@ async def test_a_fault_while_sending_gives_the_slot_back_and_ends_only_that_hand
         good.expect()
         good.open()
         await check_delivered(good)
+
+
+async def test_no_end_is_told_while_the_link_still_reads_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or an abort could come after a Fin, with bytes under way that are somebody else's by then."""
+    async with connected(make_config()) as pair:
+        held: list[StreamLink] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(StreamLink, "_write", lambda link: held.append(link))
+            handoff = pair.handoff(SLOT_TOKENS)
+            handoff.expect()
+            outgoing = handoff.open()
+            await until(lambda: bool(held))
+            assert outgoing._plan.is_sent
+            assert pair.prefill.endpoint.num_free_send_slots == NUM_SLOTS  # it goes from where it lies
+            assert not outgoing._has_sent_fin
+        (link,) = held
+        link._write()
+        assert (await handoff.result()).error is None
+        assert handoff.arrived == SLOT_TOKENS
 
 
 @both

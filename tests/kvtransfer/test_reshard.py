@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from contracts.blocks import KvLayout
+from contracts.blocks import KvLayout, head_ranges
 from contracts.errors import ConfigError
 from contracts.messages import HandoffState
-from kvtransfer.pages import Pages, head_ranges
+from kvtransfer.pages import Pages
 from kvtransfer.reshard import Reshard, check_layouts
 from tests.kvtransfer.tools import (
     HOST,

@@ -15,7 +15,7 @@ import torch
 from contracts.errors import DeadlineError
 from contracts.messages import Abort, AbortOk, ChunkDone, Commit, Data, Fin, Grant, Message, Open, Want
 from contracts.ticket import sign
-from kvtransfer import doorman, stream
+from kvtransfer import door, doorman, stream
 from kvtransfer.pages import Pages, checksum
 from tests.kvtransfer.tools import (
     HOST,
@@ -206,7 +206,7 @@ async def test_a_sender_that_is_gone_ends_its_handoff() -> None:
 
 
 async def test_garbage_on_both_ports_is_closed_and_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (doorman, stream):
+    for module in (doorman, door):
         monkeypatch.setattr(module, "UNBOUND_TIMEOUT_S", 0.1)
     async with connected(make_config()) as pair:
         data_port = int(pair.decode.endpoint._address.rpartition(":")[2])
