@@ -3,7 +3,7 @@ whoever only names these must not load one.
 
 batch:  validating ─┬─► in_progress ─► finalizing ─► completed │ expired
                     │        └──► cancelling ─► cancelled
-                    └─► failed   (some line is wrong: nothing was run)
+                    └─► failed   (no such file can be a batch: nothing was run)
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import ASGIApp, Message, Scope
 
 from coordinator.drain import Drain
+from coordinator.errors_http import encode_json, error_body
 from coordinator.gateway.context import CALLER, Caller
 from coordinator.gateway.gate import Gate
 from coordinator.gateway.lines import Line, LineRules, check_lines, read_lines, result_text
@@ -203,6 +204,9 @@ class Runner:
     async def _run_line(self, batch: BatchRecord, line: Line) -> None:
         """Until it has a result; without one if the batch ran out of time or the server stops."""
         line_id = _line_id()
+        if line.fault is not None:
+            await self._keep(batch, line, line_id, line.fault.status, encode_json(error_body(line.fault)))
+            return
         num_failures = 0
         while not self._drain.is_draining:
             async with self._gate.line():

@@ -110,7 +110,7 @@ async def test_a_batch_gives_each_line_its_answer_in_the_order_of_the_input(tmp_
     ("content", "where", "param"),
     [
         (b"", None, None),
-        (jsonl(line("a"), b"{"), 2, None),
+        (jsonl(b"{"), 1, None),
         (jsonl(line("a"), line("b"), line("a")), 3, "custom_id"),
         (jsonl({**line("a"), "custom_id": 7}), 1, "custom_id"),
         (jsonl({**line("a"), "method": "GET"}), 1, "method"),
@@ -123,7 +123,7 @@ async def test_a_batch_gives_each_line_its_answer_in_the_order_of_the_input(tmp_
         (jsonl(*(line(f"r{i}") for i in range(9))), 9, None),
     ],
 )
-async def test_a_file_with_a_wrong_line_fails_as_a_whole(
+async def test_a_file_that_cannot_be_a_batch_fails_as_a_whole(
     content: bytes, where: int | None, param: str | None, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"batch_max_requests": 8, "server": {"max_body_bytes": 4096}}
@@ -135,6 +135,21 @@ async def test_a_file_with_a_wrong_line_fails_as_a_whole(
         assert error["message"]
         assert (batch["output_file_id"], batch["failed_at"] is not None) == (None, True)
         assert not s.backend.requests
+
+
+async def test_a_line_that_is_no_request_gets_an_error_of_its_own(tmp_path: Path) -> None:
+    async with gateway_service(folder=tmp_path) as s:
+        wrong = ({**line("b"), "method": "GET"}, b"{", {**line("d"), "custom_id": 7}, line("e", stream=True))
+        batch = await ended(s, await start(s, jsonl(line("a"), *wrong, line("f"))))
+        assert batch["status"] == "completed"
+        assert batch["request_counts"] == {"total": 6, "completed": 2, "failed": 4}
+        assert [each["custom_id"] for each in await output(s, batch["output_file_id"])] == ["a", "f"]
+        failed = await output(s, batch["error_file_id"])
+        assert [each["custom_id"] for each in failed] == ["b", None, None, "e"]
+        assert {each["response"]["status_code"] for each in failed} == {400}
+        params = [each["response"]["body"]["error"]["param"] for each in failed]
+        assert params == ["method", None, "custom_id", "body.stream"]
+        assert len(s.backend.requests) == 2
 
 
 async def test_a_batch_goes_on_after_a_restart_with_the_lines_that_are_not_done(tmp_path: Path) -> None:
