@@ -23,6 +23,8 @@ from engine.model import Chunk, DecodeGroup, Model, StepPlan
 
 MAX_PADDING = 2
 """Decodes share an attention call if the longest has at most this many times the blocks of the shortest."""
+GPU_CHUNKS = (40, 200)
+"""Tokens for which GPU kernels have tiles of their own, besides few: up to 64, and more. Compiled when first met."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +109,16 @@ class Runner:
         return logits
 
     @torch.no_grad()
-    def warm_up(self, captured: Captured = lambda _num_seqs, _seconds, _num_bytes: None) -> None:
-        """One chunk and one decode on the first block, so that the first request pays for no set-up; then graphs are
-        captured."""
+    def warm_up(
+        self, captured: Captured = lambda _num_seqs, _seconds, _num_bytes: None, chunks: Sequence[int] = ()
+    ) -> None:
+        """A chunk and a decode on the first block, so that the first request pays for no set-up; then graphs are
+        captured. `chunks`: of so many tokens as well."""
         size = self._slab.block_size
-        self.execute([StepItem([0] * max(1, size - 1), 0, [0], True)])
+        for length in (max(1, size - 1), *chunks):
+            num_tokens = min(length, self._model.spec.max_position)
+            # The same block again and again: what it holds does not matter.
+            self.execute([StepItem([0] * num_tokens, 0, [0] * -(-num_tokens // size), True)])
         self.execute([StepItem([0], max(0, size - 1), [0], True)])
         self._slab.clear(0)
         if self._graphs is not None:

@@ -95,6 +95,12 @@ class Sampler:
         self._eos_ids = tuple(eos_token_ids)
         self._draw_all = draw
 
+    def warm_up(self, num_vocab: int, device: torch.device) -> None:
+        """One draw on the device, so that no request waits until its kernel is compiled."""
+        if self._draw_all is not None:
+            params = SamplingParams(max_tokens=1, top_k=2, top_p=0.9)
+            self.sample(torch.zeros(1, num_vocab, device=device), [SamplingRow(params, 0)])
+
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Token]:
         """logits [R, V] float32 on any device, rows R -> R tokens.
 

@@ -42,6 +42,7 @@ from contracts.roles import Duty, Orders
 from engine.blocks import BlockPool
 from engine.loop import Event, StepLoop
 from engine.model import select_draw
+from engine.runner import GPU_CHUNKS
 from engine.sampler import Sampler
 from engine.sequence import EndRules
 from engine.text.grammar import LazyGrammars
@@ -127,7 +128,9 @@ class Worker:
         self._event_loop = asyncio.get_running_loop()
         model = await asyncio.to_thread(self._load, model_path)
         loaded_s = time.monotonic()
-        await asyncio.to_thread(self._runner.warm_up, shown_graphs(self._worker_id))
+        chunks = GPU_CHUNKS if self._slab.device.type == "cuda" else ()
+        await asyncio.to_thread(self._runner.warm_up, shown_graphs(self._worker_id), chunks)
+        await asyncio.to_thread(self._sampler.warm_up, model.spec.vocab_size, self._slab.device)
         warm_s = time.monotonic()
         logger.info(
             "%s: %s loaded in %.1f s, warm in %.1f s, %d KV blocks",
@@ -243,10 +246,10 @@ class Worker:
         self._pool = BlockPool(self._slab.num_blocks, engine.block_size)
         ends = EndRules(model.spec.eos_token_ids, max_model_len(self._config, model.spec))
         self._phases: Phases = self._make_phases(self._pool, engine, ends, self._emit)
-        sampler = Sampler(model.spec.eos_token_ids, select_draw(self._slab.device))
+        self._sampler = Sampler(model.spec.eos_token_ids, select_draw(self._slab.device))
         self._engine = StepLoop(
             self._runner,
-            sampler,
+            self._sampler,
             (self._phases.decode, self._phases.prefill),
             self._emit,
             clock=self._clock,

@@ -71,6 +71,13 @@ def test_broken_logits_are_an_error_there_too() -> None:
             Sampler((), CountedDraw()).sample(torch.tensor([[0.0, value]]), make_rows([RANDOM]))
 
 
+def test_a_warm_up_draws_once_where_that_compiles_something() -> None:
+    draw = CountedDraw()
+    Sampler((), draw).warm_up(50, torch.device("cpu"))
+    assert draw.num_rows == [1]
+    Sampler(()).warm_up(50, torch.device("cpu"))
+
+
 def test_gpus_draw_and_cpus_leave_it_to_the_host() -> None:
     assert select_draw(torch.device("cpu")) is None
     assert select_draw(torch.device("cuda")) is not None

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +9,7 @@ from torch import Tensor
 from contracts.errors import ConfigError, EngineError
 from engine.kv import KvSlab, num_blocks_for
 from engine.model import Model
-from engine.runner import Runner, StepItem
+from engine.runner import GPU_CHUNKS, Runner, StepItem
 from engine.weights import LoadedModel, load_model
 from tests.engine.tiny_models import BLOCK_SIZE, make_config, make_oracle, make_runner, run_prompt, write_hf
 
@@ -112,6 +114,17 @@ def test_logits_may_be_changed_in_place(model: LoadedModel) -> None:
 def test_warm_up_leaves_the_slab_zeroed(model: LoadedModel) -> None:
     slab = KvSlab.allocate(model.spec, 4, BLOCK_SIZE, torch.float32)
     Runner(Model(model), slab).warm_up()
+    assert not slab.data.any()
+
+
+def test_longer_chunks_of_a_warm_up_leave_nothing_either(model: LoadedModel) -> None:
+    """Also one that is longer than slab and context."""
+    slab, lengths = KvSlab.allocate(model.spec, 4, BLOCK_SIZE, torch.float32), []
+    runner = Runner(
+        Model(model), slab, within=lambda items: nullcontext(lengths.append(len(items[0].token_ids)))
+    )
+    runner.warm_up(chunks=(*GPU_CHUNKS, 10_000))
+    assert lengths == [BLOCK_SIZE - 1, *GPU_CHUNKS, model.spec.max_position, 1]
     assert not slab.data.any()
 
 
