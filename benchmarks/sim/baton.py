@@ -249,7 +249,7 @@ class Baton:
         self._triaged_s = now_s
         for entry in self._queue.triage(now_s, self._servers):
             request, _ = self._waiting.pop(entry.request_id)
-            request.refuse()
+            self._cluster.refuse(request)
             self._count(None)
 
     def _carry_out(self, request: SimRequest, job: Job, option: Option, now_s: float) -> bool:
