@@ -9,9 +9,10 @@ import math
 import random
 from dataclasses import dataclass, replace
 
-from benchmarks.sim.cluster import OVERHEAD_S, Cluster
+from benchmarks.sim.cluster import Cluster
 from benchmarks.sim.requests import SimRequest
 from benchmarks.sim.worker import Reading, SimWorker
+from contracts.roles import RoleLabel
 from policy.chunks import Cadence, Prompt, StepPlan, plan_step
 from policy.fleet import FleetView, WorkerState
 from policy.link_model import LinkModel
@@ -37,15 +38,28 @@ class Features:
     gap_share: float = 0.95
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What an operator sets. `homes`: the pool of each worker, all mixed at first where there are none; chunks in
+    tokens: `read_chunk` of a step without decodes, `local_chunk` as placement expects of one with, `least_chunk` below
+    which it expects none.
+    """
+
+    homes: tuple[RoleLabel, ...] = ()
+    read_chunk: int = 4096
+    local_chunk: int = 2048
+    least_chunk: int = 32
+
+
 class DeadlineChunker:
     """plan_step under the tightest deadline of the worker's streams."""
 
     FIXED = 512  # tokens, where deadlines are switched off
     LEARN_EVERY = 8
 
-    def __init__(self, model: StepModel, cadence: Cadence, features: Features) -> None:
+    def __init__(self, model: StepModel, cadence: Cadence, features: Features, cap: int) -> None:
         self.gap_s = cadence.gap_s
-        self.cap = 4096
+        self.cap = cap
         self._model = model
         self.longest_s = cadence.longest_step_s
         self._features = features
@@ -81,8 +95,11 @@ class Baton:
     TRIAGE_S = 0.02
     PLAN_S = 1.0
 
-    def __init__(self, features: Features, ttft_s: float, tpot_s: float, seed: int = 0) -> None:
+    def __init__(
+        self, features: Features, ttft_s: float, tpot_s: float, seed: int = 0, layout: Layout | None = None
+    ) -> None:
         self.features = features
+        self.layout = layout or Layout()
         self.cadence = Cadence(tpot_s, features.gap_share, features.bank)
         self.decisions: dict[str, int] = {}
         self.roles: list[tuple[float, int]] = []
@@ -103,9 +120,10 @@ class Baton:
         self._states: dict[str, WorkerState] = {}
 
     def chunker(self, number: int, model: StepModel) -> DeadlineChunker:
-        chunker = DeadlineChunker(model, self.cadence, self.features)
+        chunker = DeadlineChunker(model, self.cadence, self.features, self.layout.read_chunk)
         self.chunkers[f"w{number}"] = chunker
-        self._states[f"w{number}"] = WorkerState(f"w{number}", model)
+        homes = self.layout.homes
+        self._states[f"w{number}"] = WorkerState(f"w{number}", model, homes[number] if homes else "mixed")
         return chunker
 
     def start(self, cluster: Cluster) -> None:
@@ -117,9 +135,13 @@ class Baton:
             state.gap_s = self.cadence.tpot_s
         self._fleet = FleetView(self._states.values())
         links = LinkModel(0.001, device.link_bytes_per_s)
+        overhead_s, layout = cluster.setup.overhead_s, self.layout
         rules = PlaceRules(
+            prefill_chunk=layout.read_chunk,
+            local_chunk=layout.local_chunk,
+            least_chunk=layout.least_chunk,
             bytes_per_token=device.kv_bytes_per_token,
-            overhead_s=OVERHEAD_S,
+            overhead_s=overhead_s,
             can_deflect=self.features.can_deflect,
             horizon_s=0.05 if self.features.is_late_binding else 1e9,
         )
@@ -148,7 +170,7 @@ class Baton:
             may_be_late=not self.features.has_admission,
         )
         model = self._any_state().model
-        service_s = model.prefill_s(request.prompt_tokens - most, most) + OVERHEAD_S
+        service_s = model.prefill_s(request.prompt_tokens - most, most) + self._placer.rules.overhead_s
         entry = Waiting(
             job.request_id, now_s, job.deadline_s, service_s, is_kept=not self.features.has_admission
         )
@@ -180,7 +202,7 @@ class Baton:
             request.end(now_s)
             return
         lacking = job.prompt_tokens - job.held.get(option.decode_id, 0)
-        arrives_s = self._cluster.transfer_s(worker, lacking, 4096, now_s)
+        arrives_s = self._cluster.transfer_s(worker, lacking, self.layout.read_chunk, now_s)
         self._cluster.call(arrives_s, self._hand_over, worker, reading)
 
     def worker_changed(self, worker: SimWorker, ended: SimRequest | None, now_s: float) -> None:

@@ -21,18 +21,20 @@ from benchmarks.sim.worker import Chunker, Reading, SimWorker
 from policy.prefix import PrefixIndex
 
 OVERHEAD_S = 0.002
-"""HTTP, tokens and the way of a command, on every first token of every system."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """`noise`: standard deviation of the logarithm of a step's time around the device's formula."""
+    """`noise`: standard deviation of the logarithm of a step's time around the device's formula. `overhead_s`: HTTP,
+    tokens and the way of a command, on every first token of every system.
+    """
 
     device: Device
     num_workers: int
     slo: Slo
     seed: int = 0
     noise: float = 0.03
+    overhead_s: float = OVERHEAD_S
 
 
 class Controller(Protocol):
@@ -121,7 +123,7 @@ class Cluster:
         heapq.heappush(self._heap, (time_s, self._order, worker.step_end, (version,)))
 
     def prompt_read(self, worker: SimWorker, reading: Reading, now_s: float) -> None:
-        reading.request.first_token_s = now_s + OVERHEAD_S
+        reading.request.first_token_s = now_s + self.setup.overhead_s
         self._controller.prompt_read(worker, reading, now_s)
 
     def stream_ended(self, worker: SimWorker, request: SimRequest, now_s: float) -> None:

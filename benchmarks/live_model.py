@@ -1,0 +1,145 @@
+"""A running Baton as the simulator sees it: what its workers have learnt of their steps, and what they do not see.
+
+/debug/peers   step costs, pools, speed of the KV paths          /debug/kv   blocks
+one request at a time: first token and gap, less what the step costs explain, is what lies outside of steps
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from benchmarks.client import Client, Target
+from benchmarks.metrics import Slo, tpot_s, ttft_s
+from benchmarks.records import Record
+from benchmarks.result import Row
+from benchmarks.server_metrics import scrape
+from benchmarks.sim.baton import Layout
+from benchmarks.sim.cluster import Setup
+from benchmarks.sim.devices import Device
+from benchmarks.sim.requests import BLOCK_TOKENS
+from contracts.config import EngineConfig
+from contracts.roles import RoleLabel
+
+_SENT_BYTES, _PROMPT_TOKENS = "baton_handoff_bytes_total", "baton_prompt_tokens_total"
+
+
+@dataclass(frozen=True, slots=True)
+class LiveModel:
+    """`overhead_s`: of a first token, `device.host_s`: of every step, both outside of the workers' own clock."""
+
+    device: Device
+    layout: Layout
+    overhead_s: float
+
+    def setup(self, slo: Slo, seed: int) -> Setup:
+        return Setup(self.device, len(self.layout.homes), slo, seed, overhead_s=self.overhead_s)
+
+    def row(self) -> Row:
+        device = self.device
+        return {
+            "run": "model",
+            "workers": len(self.layout.homes),
+            "overhead_ms": 1000 * self.overhead_s,
+            "host_ms": 1000 * device.host_s,
+            "prompt_base_ms": 1000 * device.prefill_base_s,
+            "prompt_token_us": 1e6 * device.token_s,
+            "attended_ns": 1e9 * device.square_s,
+            "decode_base_ms": 1000 * device.decode_base_s,
+            "stream_us": 1e6 * device.stream_s,
+            "context_us": 1e6 * device.context_s,
+            "kv_tokens": device.kv_tokens,
+        }
+
+
+async def learn(target: Target, alone: Sequence[Record]) -> LiveModel:
+    """The cluster at `target`, after a run. `alone`: requests that had it for themselves.
+
+    Raises ValueError if it is no Baton, or its workers do not know their steps yet.
+    """
+    async with Client(target) as client:
+        workers = (await _debug(client, "/debug/peers"))["workers"]
+        blocks = (await _debug(client, "/debug/kv"))["workers"]
+        metrics = await scrape(client)
+    sums = {} if metrics is None else metrics.sums
+    bytes_per_token = sums.get(_SENT_BYTES, 0.0) / max(sums.get(_PROMPT_TOKENS, 0.0), 1.0)
+    speeds = [1e9 * peer["gigabytes_per_s"] for worker in workers for peer in worker["peers"]]
+    engine = EngineConfig()
+    device = _device(
+        workers,
+        {
+            "kv_bytes_per_token": max(int(bytes_per_token), 1),
+            "kv_tokens": BLOCK_TOKENS * min((worker["total"] for worker in blocks), default=0),
+            "link_bytes_per_s": min(speeds, default=1e9),
+            "max_streams": engine.max_num_seqs,
+        },
+    )
+    homes: tuple[RoleLabel, ...] = tuple(worker["role"] for worker in workers)
+    chunk = engine.max_chunk_tokens
+    return _with_overheads(device, Layout(homes, chunk, chunk, 1), alone)
+
+
+def _device(workers: Sequence[dict[str, Any]], limits: dict[str, float]) -> Device:
+    """Costs of decodes as the decode pool knows them, of prompts as the prefill pool does; of any worker, else."""
+    decode = _mean_costs(workers, "decode")
+    mixed = _mean_costs(workers, "mixed")
+    return Device(
+        "live",
+        mixed[0],
+        mixed[1],
+        mixed[2],
+        decode[0],
+        decode[1],
+        decode[2],
+        0.0,
+        int(limits["kv_bytes_per_token"]),
+        int(limits["kv_tokens"]),
+        limits["link_bytes_per_s"],
+        int(limits["max_streams"]),
+        mixed[3],
+    )
+
+
+def _mean_costs(workers: Sequence[dict[str, Any]], kind: str) -> list[float]:
+    """Means of coefficients predict means of steps."""
+    known = [worker for worker in workers if (worker.get("steps") or {}).get(f"is_{kind}_known")]
+    pool = "prefill" if kind == "mixed" else "decode"
+    chosen = [worker for worker in known if worker["role"] == pool] or known
+    if not chosen:
+        raise ValueError(
+            f"/debug/peers: expected a worker that knows what {kind} steps cost but got none; run longer"
+        )
+    columns = zip(*(worker["steps"][kind] for worker in chosen), strict=True)
+    return [sum(column) / len(chosen) for column in columns]
+
+
+def _with_overheads(device: Device, layout: Layout, alone: Sequence[Record]) -> LiveModel:
+    """What lone requests took beyond their steps, per step and per first token; never less than nothing."""
+    model = device.step_model()
+    host, overhead = [], []
+    for record in alone:
+        gap_s, first_s = tpot_s(record), ttft_s(record)
+        if not record.is_good or first_s is None:
+            continue
+        prompt, output = record.num_input_tokens, record.num_output_tokens
+        if gap_s is not None and output >= 8:
+            host.append(gap_s - model.decode_step_s(1, prompt + output / 2))
+        overhead.append(first_s - model.prefill_s(prompt, 0, layout.read_chunk))
+    if not host or not overhead:
+        raise ValueError("expected lone requests with answers of 8 tokens or more but got none")
+    return LiveModel(replace(device, host_s=max(median(host), 0.0)), layout, max(median(overhead), 0.0))
+
+
+async def _debug(client: Client, path: str) -> dict[str, Any]:
+    status, body = await client.get(path)
+    if status != 200:
+        raise ValueError(
+            f"{path}: expected Baton on this machine (or its admin key as --api-key) but got {status}"
+        )
+    answer = json.loads(body)
+    if not isinstance(answer, dict):
+        raise ValueError(f"{path}: expected an object but got {type(answer).__name__}")
+    return answer
