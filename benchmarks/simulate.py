@@ -100,7 +100,7 @@ _TABLE_COLUMNS = (
 
 def _table(args: argparse.Namespace) -> Result:
     cases = table_cases([_size(text) for text in args.sizes], args.seeds, args.traces)
-    cells = fill(args.table / "cells.jsonl", cases, partial(print, flush=True))
+    cells = fill(args.table / "cells.jsonl", cases, partial(print, flush=True), args.limit)
     if args.page is not None:
         redraw(args.page, "goodput", "python -m benchmarks.simulate --table", page_tables(cells))
     rows = rows_of(cells)
@@ -171,6 +171,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--traces", type=Path, help="folder with the whole traces; default: excerpts")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the table")
+    parser.add_argument("--limit", type=int, help="new cells of the table in this call (default: all)")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="of --quick, --ablations")
     parser.add_argument("--page", type=Path, help="redraw its tables")
     parser.add_argument("--json", type=Path)

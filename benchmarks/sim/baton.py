@@ -154,10 +154,7 @@ class Baton:
 
     def arrive(self, request: SimRequest, now_s: float) -> None:
         self._arrivals_s = now_s
-        held: dict[str, int] = {}
-        if request.keys and self.features.has_affinity:
-            longest = self._cluster.index.longest(request.keys)
-            held = {w: min(n * request.key_tokens, request.prompt_tokens - 1) for w, n in longest.items()}
+        held = self._held(request)
         most = max(held.values(), default=0)
         self._demand.arrived(request.prompt_tokens, request.prompt_tokens - most, now_s)
         job = Job(
@@ -218,7 +215,9 @@ class Baton:
         if state.role == "prefill" or not worker.num_streams:
             left = worker.pending_tokens
             state.prefill_free_s = now_s + (state.model.prefill_s(left) if left else 0.0)
-        elif not worker.prompts:
+        elif worker.prompts:
+            state.prefill_free_s = now_s + self._placer.unread_s(state, self.cadence, worker.pending_tokens)
+        else:
             state.prefill_free_s = now_s
         is_open = state.prefill_free_s - now_s <= self._placer.rules.horizon_s
         if len(self._queue) and is_open and (was_busy or now_s >= self._blocked_until_s):
@@ -249,11 +248,20 @@ class Baton:
 
     def _try(self, entry: Waiting, now_s: float) -> Verdict:
         request, job = self._waiting[entry.request_id]
+        if request.keys and now_s > entry.arrived_s:
+            job = replace(job, held=self._held(request))  # others of its conversation were read meanwhile
         decision = self._placer.place(job, self._fleet, now_s)
         self._count(decision)
         if decision.chosen is not None and not self._carry_out(request, job, decision.chosen, now_s):
             return "no_decode_room"
         return decision.verdict
+
+    def _held(self, request: SimRequest) -> dict[str, int]:
+        """Prompt tokens that each worker need not read."""
+        if not request.keys or not self.features.has_affinity:
+            return {}
+        longest, most = self._cluster.index.longest(request.keys), request.prompt_tokens - 1
+        return {worker_id: min(depth * request.key_tokens, most) for worker_id, depth in longest.items()}
 
     def _next_opening_s(self, now_s: float) -> float:
         """When a reader will take more, should no step end before."""

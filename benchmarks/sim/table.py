@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from statistics import median
 
@@ -70,14 +71,15 @@ def _shown(point: Point, rate: float) -> Row:
     }
 
 
-def fill(file: Path, cases: Iterable[Case], tell: Callable[[str], None]) -> list[Row]:
-    """Cells of all cases, in the file's order; each is in the file before the next one begins."""
+def fill(
+    file: Path, cases: Iterable[Case], tell: Callable[[str], None], most: int | None = None
+) -> list[Row]:
+    """Cells of all cases, in the file's order; each is in the file before the next one begins. `most`: new ones."""
     file.parent.mkdir(parents=True, exist_ok=True)
     cells = read_cells(file)
     known = {_key(cell) for cell in cells}
-    for case in cases:
-        if _key(case.head()) in known:
-            continue
+    missing = (case for case in cases if _key(case.head()) not in known)
+    for case in islice(missing, most):
         cell = compare(case, with_giving_up=True)
         with file.open("a", encoding="utf-8") as out:
             out.write(json.dumps({name: _rounded(value) for name, value in cell.items()}) + "\n")
