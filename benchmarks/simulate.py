@@ -42,6 +42,7 @@ ABLATIONS = {
     "models 30% wrong, not learning": Features(is_learning=False, model_error=-0.3),
     "no flips": Features(has_flips=False),
     "no affinity": Features(has_affinity=False),
+    "affinity that never fades": Features(has_fading=False),
     "no admission": Features(has_admission=False),
 }
 

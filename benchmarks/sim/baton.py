@@ -24,7 +24,9 @@ from policy.step_model import StepModel, Work
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """`model_error`: how wrong the step models are at the start; with `is_learning` off they stay so."""
+    """`has_fading` off: whoever holds most of a prompt reads it, whatever waiting costs. `model_error`: how wrong the
+    step models are at the start; with `is_learning` off they stay so.
+    """
 
     has_deadline_chunks: bool = True
     can_deflect: bool = True
@@ -32,6 +34,7 @@ class Features:
     is_learning: bool = True
     has_flips: bool = True
     has_affinity: bool = True
+    has_fading: bool = True
     has_admission: bool = True
     model_error: float = 0.1
     bank: float = 0.5
@@ -250,7 +253,8 @@ class Baton:
         request, job = self._waiting[entry.request_id]
         if request.keys and now_s > entry.arrived_s:
             job = replace(job, held=self._held(request))  # others of its conversation were read meanwhile
-        decision = self._placer.place(job, self._fleet, now_s)
+        fleet = self._fleet if self.features.has_fading or not job.held else self._holder_only(job)
+        decision = self._placer.place(job, fleet, now_s)
         self._count(decision)
         if decision.chosen is not None and not self._carry_out(request, job, decision.chosen, now_s):
             return "no_decode_room"
@@ -262,6 +266,13 @@ class Baton:
             return {}
         longest, most = self._cluster.index.longest(request.keys), request.prompt_tokens - 1
         return {worker_id: min(depth * request.key_tokens, most) for worker_id, depth in longest.items()}
+
+    def _holder_only(self, job: Job) -> FleetView:
+        holder = self._states[max(job.held, key=lambda worker_id: job.held[worker_id])]
+        fleet = FleetView()
+        fleet.workers, fleet.prefills = self._fleet.workers, [holder]
+        fleet.decodes = self._fleet.decodes if holder.role == "prefill" else [holder]
+        return fleet
 
     def _next_opening_s(self, now_s: float) -> float:
         """When a reader will take more, should no step end before."""

@@ -82,7 +82,7 @@ class Case:
         setup = Setup(DEVICES[self.device], self.num_workers, self.slo)
         return Point(workload, setup, (self.seed,), self.tolerance)
 
-    def rivals(self, gives_up: bool = False) -> list[System]:
+    def rivals(self, gives_up: bool = False) -> list[list[System]]:
         likely = _LIKELY_READERS[self.workload]
         return baselines(self.num_workers, self.budgets, self.reader_budgets, gives_up, likely)
 

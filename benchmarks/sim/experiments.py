@@ -23,6 +23,7 @@ from benchmarks.sim.workloads import Workload
 TARGET = 0.9
 RAMP_SHARE = 0.2  # of the requests: an empty cluster flatters everybody
 READER_BUDGETS = (2048, 8192)
+PATIENCE = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +142,25 @@ class Point:
                 high = rate
         return low
 
-    def best(self, systems: Iterable[System], start: float) -> tuple[System | None, float]:
-        """(best system, its goodput), the first found first."""
+    def best(self, lines: Iterable[Sequence[System]], start: float) -> tuple[System | None, float]:
+        """(best system, its goodput), the first found first. Along a line goodput has one peak, so that the rest of it
+        is left out after PATIENCE systems that did not beat the best so far.
+        """
         champion: System | None = None
         record = 0.0
-        for system in systems:
-            if champion is None:
-                record, champion = self.goodput(system, start), system
-            elif self.attains(system, record * (1.0 + self.tolerance / 2)):
-                record = self.goodput(system, record * (1.0 + self.tolerance / 2), is_known_good=True)
-                champion = system
+        for line in lines:
+            num_beaten = 0
+            for system in line:
+                challenge = record * (1.0 + self.tolerance / 2) or start / 1000
+                if champion is None:
+                    record, champion = self.goodput(system, start), system
+                elif self.attains(system, challenge):
+                    record, champion = self.goodput(system, challenge, is_known_good=True), system
+                    num_beaten = 0
+                else:
+                    num_beaten += 1
+                    if num_beaten == PATIENCE:
+                        break
         return champion, record
 
 
@@ -197,15 +207,13 @@ def baselines(
     reader_budgets: Sequence[int],
     gives_up: bool = False,
     likely_readers: float = 0.6,
-) -> list[System]:
-    """Every static split and both colocated systems at every budget; likely champions first, which saves time:
-    `likely_readers` is the share of them in a split to begin with.
+) -> list[list[System]]:
+    """Every static split, and both colocated systems at every budget, in lines along which goodput has one peak: more
+    readers, fewer readers, and each colocated system by itself. `likely_readers`: share of them in the split to begin
+    with.
     """
-    near = sorted(range(1, num_workers), key=lambda n: abs(n - likely_readers * num_workers))
-    split = [static_split(n, budget, gives_up) for n in near for budget in reader_budgets]
-    colocated = [
-        make(budget, gives_up)
-        for budget in sorted(budgets, reverse=True)
-        for make in (cache_aware, round_robin)
-    ]
-    return split + colocated
+    first = min(max(1, round(likely_readers * num_workers)), num_workers - 1)
+    sides = (range(first, num_workers), range(first - 1, 0, -1))
+    lines = [[static_split(n, budget, gives_up) for n in side for budget in reader_budgets] for side in sides]
+    alone = [[make(budget, gives_up)] for budget in budgets for make in (cache_aware, round_robin)]
+    return [*lines, *alone]

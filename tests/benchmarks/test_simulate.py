@@ -181,12 +181,29 @@ def test_goodput_finds_the_edge() -> None:
     systems = [System(name, SYSTEMS[0].build) for name in ("3.0", "70.0", "10.0", "71.0", "90.0")]
     assert point.goodput(systems[1], 50.0) == pytest.approx(70.0, rel=0.02)
     assert point.goodput(systems[1], 500.0) == pytest.approx(70.0, rel=0.02)
-    champion, record = point.best(systems, 50.0)
+    champion, record = point.best([systems[:2], systems[2:]], 50.0)
     assert champion is systems[-1]
     assert record == pytest.approx(90.0, rel=0.02)
     assert point.goodput(System("0.0", SYSTEMS[0].build), 50.0) == 0.0
     with pytest.raises(ValueError, match="more requests"):
         point.goodput(System("1e9", SYSTEMS[0].build), 50.0)
+
+
+def test_a_line_is_left_after_its_peak() -> None:
+    tried: list[str] = []
+
+    class Edge(Point):
+        def attains(self, system: System, rate: float) -> bool:
+            tried.append(system.name)
+            return rate <= float(system.name)
+
+    line = [
+        System(name, SYSTEMS[0].build)
+        for name in ("60", "70", "69", "68", "67", "66", "65", "64", "63", "62")
+    ]
+    champion, record = Edge(fixed([]), setup()).best([line], 50.0)
+    assert (champion, record) == (line[1], pytest.approx(70.0, rel=0.02))
+    assert set(tried) == {"60", "70", "69", "68", "67", "66", "65", "64"}
 
 
 @pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
@@ -208,7 +225,7 @@ def test_misses_are_counted_once(system: System) -> None:
 
 
 def test_every_static_split_is_among_the_baselines() -> None:
-    names = {system.name for system in baselines(16, (512, 2048), (2048, 8192))}
+    names = {system.name for line in baselines(16, (512, 2048), (2048, 8192)) for system in line}
     assert {static_split(n, budget).name for n in range(1, 16) for budget in (2048, 8192)} <= names
     assert len(names) == 2 * 15 + 4
 
