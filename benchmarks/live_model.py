@@ -7,7 +7,7 @@ one request at a time: first token and gap, less what the step costs explain, is
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -20,23 +20,29 @@ from benchmarks.server_metrics import scrape
 from benchmarks.sim.baton import Layout
 from benchmarks.sim.cluster import Setup
 from benchmarks.sim.devices import Device
+from benchmarks.sim.fit import LEAST_OUTPUT
 from benchmarks.sim.requests import BLOCK_TOKENS
 from contracts.config import EngineConfig
 from contracts.roles import RoleLabel
 
+MAX_NOISE = 0.3  # what is more is no noise but another machine
+MAX_NOISE = 0.3  # what is more is no noise but another machine
 _SENT_BYTES, _PROMPT_TOKENS = "baton_handoff_bytes_total", "baton_prompt_tokens_total"
 
 
 @dataclass(frozen=True, slots=True)
 class LiveModel:
-    """`overhead_s`: of a first token, `device.host_s`: of every step, both outside of the workers' own clock."""
+    """`overhead_s`: of a first token, `device.host_s`: of every step, both outside of the workers' own clock. `noise`:
+    of a step around its cost.
+    """
 
     device: Device
     layout: Layout
     overhead_s: float
+    noise: float
 
     def setup(self, slo: Slo, seed: int) -> Setup:
-        return Setup(self.device, len(self.layout.homes), slo, seed, overhead_s=self.overhead_s)
+        return Setup(self.device, len(self.layout.homes), slo, seed, self.noise, self.overhead_s)
 
     def row(self) -> Row:
         device = self.device
@@ -45,6 +51,7 @@ class LiveModel:
             "workers": len(self.layout.homes),
             "overhead_ms": 1000 * self.overhead_s,
             "host_ms": 1000 * device.host_s,
+            "noise": self.noise,
             "prompt_base_ms": 1000 * device.prefill_base_s,
             "prompt_token_us": 1e6 * device.token_s,
             "attended_ns": 1e9 * device.square_s,
@@ -64,47 +71,43 @@ async def learn(target: Target, alone: Sequence[Record]) -> LiveModel:
         workers = (await _debug(client, "/debug/peers"))["workers"]
         blocks = (await _debug(client, "/debug/kv"))["workers"]
         metrics = await scrape(client)
-    sums = {} if metrics is None else metrics.sums
-    bytes_per_token = sums.get(_SENT_BYTES, 0.0) / max(sums.get(_PROMPT_TOKENS, 0.0), 1.0)
+    return model_of(workers, blocks, {} if metrics is None else metrics.sums, alone)
+
+
+def model_of(
+    workers: Sequence[dict[str, Any]],
+    blocks: Sequence[dict[str, Any]],
+    sums: Mapping[str, float],
+    alone: Sequence[Record],
+) -> LiveModel:
+    """`workers`: of /debug/peers, `blocks`: of /debug/kv, `sums`: of /metrics. Raises ValueError as `learn` does."""
+    engine = EngineConfig()  # limits are taken to be the defaults: the server does not tell them
     speeds = [1e9 * peer["gigabytes_per_s"] for worker in workers for peer in worker["peers"]]
-    engine = EngineConfig()
-    device = _device(
-        workers,
-        {
-            "kv_bytes_per_token": max(int(bytes_per_token), 1),
-            "kv_tokens": BLOCK_TOKENS * min((worker["total"] for worker in blocks), default=0),
-            "link_bytes_per_s": min(speeds, default=1e9),
-            "max_streams": engine.max_num_seqs,
-        },
+    prefill, decode = _mean_costs(workers, "mixed"), _mean_costs(workers, "decode")
+    device = Device(
+        "live",
+        prefill_base_s=prefill[0],
+        token_s=prefill[1],
+        square_s=prefill[2],
+        decode_base_s=decode[0],
+        stream_s=decode[1],
+        context_s=decode[2],
+        host_s=0.0,
+        kv_bytes_per_token=max(int(sums.get(_SENT_BYTES, 0.0) / max(sums.get(_PROMPT_TOKENS, 0.0), 1.0)), 1),
+        kv_tokens=BLOCK_TOKENS * min((worker["total"] for worker in blocks), default=0),
+        link_bytes_per_s=min(speeds, default=1e9),
+        max_streams=engine.max_num_seqs,
+        fused_stream_s=prefill[3],
     )
     homes: tuple[RoleLabel, ...] = tuple(worker["role"] for worker in workers)
     chunk = engine.max_chunk_tokens
-    return _with_overheads(device, Layout(homes, chunk, chunk, 1), alone)
-
-
-def _device(workers: Sequence[dict[str, Any]], limits: dict[str, float]) -> Device:
-    """Costs of decodes as the decode pool knows them, of prompts as the prefill pool does; of any worker, else."""
-    decode = _mean_costs(workers, "decode")
-    mixed = _mean_costs(workers, "mixed")
-    return Device(
-        "live",
-        mixed[0],
-        mixed[1],
-        mixed[2],
-        decode[0],
-        decode[1],
-        decode[2],
-        0.0,
-        int(limits["kv_bytes_per_token"]),
-        int(limits["kv_tokens"]),
-        limits["link_bytes_per_s"],
-        int(limits["max_streams"]),
-        mixed[3],
-    )
+    return _with_overheads(device, Layout(homes, chunk, chunk, 1), _noise(workers), alone)
 
 
 def _mean_costs(workers: Sequence[dict[str, Any]], kind: str) -> list[float]:
-    """Means of coefficients predict means of steps."""
+    """Costs of decodes as the decode pool knows them, of prompts as the prefill pool does, else as anybody does: means
+    of coefficients predict means of steps.
+    """
     known = [worker for worker in workers if (worker.get("steps") or {}).get(f"is_{kind}_known")]
     pool = "prefill" if kind == "mixed" else "decode"
     chosen = [worker for worker in known if worker["role"] == pool] or known
@@ -116,21 +119,33 @@ def _mean_costs(workers: Sequence[dict[str, Any]], kind: str) -> list[float]:
     return [sum(column) / len(chosen) for column in columns]
 
 
-def _with_overheads(device: Device, layout: Layout, alone: Sequence[Record]) -> LiveModel:
+def _noise(workers: Sequence[dict[str, Any]]) -> float:
+    """Standard deviation of steps whose mean absolute error the workers tell, as of a normal distribution."""
+    errors = [worker["steps"]["error"] for worker in workers if worker.get("steps")]
+    return min(1.25 * sum(errors) / len(errors), MAX_NOISE) if errors else 0.0
+
+
+def _with_overheads(device: Device, layout: Layout, noise: float, alone: Sequence[Record]) -> LiveModel:
     """What lone requests took beyond their steps, per step and per first token; never less than nothing."""
     model = device.step_model()
-    host, overhead = [], []
-    for record in alone:
-        gap_s, first_s = tpot_s(record), ttft_s(record)
-        if not record.is_good or first_s is None:
-            continue
-        prompt, output = record.num_input_tokens, record.num_output_tokens
-        if gap_s is not None and output >= 8:
-            host.append(gap_s - model.decode_step_s(1, prompt + output / 2))
-        overhead.append(first_s - model.prefill_s(prompt, 0, layout.read_chunk))
-    if not host or not overhead:
-        raise ValueError("expected lone requests with answers of 8 tokens or more but got none")
-    return LiveModel(replace(device, host_s=max(median(host), 0.0)), layout, max(median(overhead), 0.0))
+    answered = [record for record in alone if record.is_good and ttft_s(record) is not None]
+    host = [
+        (tpot_s(record) or 0.0)
+        - model.decode_step_s(1, record.num_input_tokens + record.num_output_tokens / 2)
+        for record in answered
+        if record.num_output_tokens >= LEAST_OUTPUT
+    ]
+    if not host:
+        raise ValueError(f"expected lone requests with answers of {LEAST_OUTPUT} tokens or more but got none")
+    host_s = max(median(host), 0.0)
+    chunk = layout.read_chunk
+    overhead = [
+        (ttft_s(record) or 0.0)
+        - model.prefill_s(record.num_input_tokens, 0, chunk)
+        - host_s * -(-record.num_input_tokens // chunk)
+        for record in answered
+    ]
+    return LiveModel(replace(device, host_s=host_s), layout, max(median(overhead), 0.0), noise)
 
 
 async def _debug(client: Client, path: str) -> dict[str, Any]:

@@ -129,7 +129,9 @@ class Cluster:
     def stream_ended(self, worker: SimWorker, request: SimRequest, now_s: float) -> None:
         if request.is_refused:
             self._refused(request)
-        elif request.is_prompt(self.setup.slo) and not request.is_good(self.setup.slo):
+            return
+        request.end_s = now_s + self.setup.overhead_s  # the last token travels like the first
+        if request.is_prompt(self.setup.slo) and not request.is_good(self.setup.slo):
             self._missed(request)
         self._controller.worker_changed(worker, request, now_s)
 
