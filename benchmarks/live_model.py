@@ -24,6 +24,7 @@ from benchmarks.sim.fit import LEAST_OUTPUT
 from benchmarks.sim.requests import BLOCK_TOKENS
 from contracts.config import EngineConfig
 from contracts.roles import RoleLabel
+from policy.step_model import StepModel
 
 MAX_NOISE = 0.3  # what is more is no noise but another machine
 MAX_NOISE = 0.3  # what is more is no noise but another machine
@@ -33,13 +34,20 @@ _SENT_BYTES, _PROMPT_TOKENS = "baton_handoff_bytes_total", "baton_prompt_tokens_
 @dataclass(frozen=True, slots=True)
 class LiveModel:
     """`overhead_s`: of a first token, `device.host_s`: of every step, both outside of the workers' own clock. `noise`:
-    of a step around its cost.
+    of a step around its cost. `margin`: that the workers themselves put on predictions.
     """
 
     device: Device
     layout: Layout
     overhead_s: float
     noise: float
+    margin: float
+
+    def step_model(self) -> StepModel:
+        """As the workers believe it."""
+        model = self.device.step_model()
+        model.margin = self.margin
+        return model
 
     def setup(self, slo: Slo, seed: int) -> Setup:
         return Setup(self.device, len(self.layout.homes), slo, seed, self.noise, self.overhead_s)
@@ -52,6 +60,7 @@ class LiveModel:
             "overhead_ms": 1000 * self.overhead_s,
             "host_ms": 1000 * device.host_s,
             "noise": self.noise,
+            "margin": self.margin,
             "prompt_base_ms": 1000 * device.prefill_base_s,
             "prompt_token_us": 1e6 * device.token_s,
             "attended_ns": 1e9 * device.square_s,
@@ -101,7 +110,10 @@ def model_of(
     )
     homes: tuple[RoleLabel, ...] = tuple(worker["role"] for worker in workers)
     chunk = engine.max_chunk_tokens
-    return _with_overheads(device, Layout(homes, chunk, chunk, 1), _noise(workers), alone)
+    error, margin = _mean_of(workers, "error"), max(_mean_of(workers, "margin"), 1.0)
+    # A mean absolute error is 0.8 of the standard deviation where errors are normal.
+    learnt = LiveModel(device, Layout(homes, chunk, chunk, 1), 0.0, min(1.25 * error, MAX_NOISE), margin)
+    return _with_overheads(learnt, alone)
 
 
 def _mean_costs(workers: Sequence[dict[str, Any]], kind: str) -> list[float]:
@@ -119,15 +131,14 @@ def _mean_costs(workers: Sequence[dict[str, Any]], kind: str) -> list[float]:
     return [sum(column) / len(chosen) for column in columns]
 
 
-def _noise(workers: Sequence[dict[str, Any]]) -> float:
-    """Standard deviation of steps whose mean absolute error the workers tell, as of a normal distribution."""
-    errors = [worker["steps"]["error"] for worker in workers if worker.get("steps")]
-    return min(1.25 * sum(errors) / len(errors), MAX_NOISE) if errors else 0.0
+def _mean_of(workers: Sequence[dict[str, Any]], name: str) -> float:
+    values = [float(worker["steps"][name]) for worker in workers if worker.get("steps")]
+    return sum(values) / max(len(values), 1)
 
 
-def _with_overheads(device: Device, layout: Layout, noise: float, alone: Sequence[Record]) -> LiveModel:
+def _with_overheads(learnt: LiveModel, alone: Sequence[Record]) -> LiveModel:
     """What lone requests took beyond their steps, per step and per first token; never less than nothing."""
-    model = device.step_model()
+    model = learnt.device.step_model()
     answered = [record for record in alone if record.is_good and ttft_s(record) is not None]
     host = [
         (tpot_s(record) or 0.0)
@@ -138,14 +149,15 @@ def _with_overheads(device: Device, layout: Layout, noise: float, alone: Sequenc
     if not host:
         raise ValueError(f"expected lone requests with answers of {LEAST_OUTPUT} tokens or more but got none")
     host_s = max(median(host), 0.0)
-    chunk = layout.read_chunk
+    chunk = learnt.layout.read_chunk
     overhead = [
         (ttft_s(record) or 0.0)
         - model.prefill_s(record.num_input_tokens, 0, chunk)
         - host_s * -(-record.num_input_tokens // chunk)
         for record in answered
     ]
-    return LiveModel(replace(device, host_s=host_s), layout, max(median(overhead), 0.0), noise)
+    device = replace(learnt.device, host_s=host_s)
+    return replace(learnt, device=device, overhead_s=max(median(overhead), 0.0))
 
 
 async def _debug(client: Client, path: str) -> dict[str, Any]:

@@ -102,7 +102,7 @@ async def live(spec: LoadSpec) -> Result:
 def _system(model: LiveModel, slo: Slo, seed: int) -> tuple[Controller, Callable[[int], Chunker]]:
     features = Features(has_admission=False, has_flips=False, is_learning=False, model_error=0.0)
     controller = Baton(features, slo.ttft_s or 0.0, slo.tpot_s or 0.0, seed, model.layout)
-    return controller, lambda number: controller.chunker(number, model.device.step_model())
+    return controller, lambda number: controller.chunker(number, model.step_model())
 
 
 def _timelines(records: Sequence[Record]) -> list[Timeline]:

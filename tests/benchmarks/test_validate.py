@@ -82,6 +82,7 @@ def worker(role: str, knows: str) -> dict[str, Any]:
         "decode": [0.020, 0.001, 1e-6],
         "mixed": [0.030, 0.002, 0.0, 0.003, 1e-6],
         "error": 0.04,
+        "margin": 1.1,
         "is_decode_known": knows == "decode",
         "is_mixed_known": knows == "mixed",
     }
@@ -106,6 +107,7 @@ def test_a_live_cluster_becomes_a_model_of_it() -> None:
     assert device.host_s == pytest.approx(0.006)  # 20 + 1 + 0.1 ms are explained
     assert model.overhead_s == pytest.approx(0.250 - 0.230 - 0.006)
     assert model.noise == pytest.approx(0.05)
+    assert model.step_model().margin == pytest.approx(1.1)
     assert math.isfinite(model.row()["prompt_token_us"])
 
 
