@@ -115,7 +115,9 @@ def _ms(seconds: float) -> float | None:
 
 
 def peers_json(workers: Iterable[WorkerStatus]) -> dict[str, Any]:
-    """Every KV connection as its sending side sees it: path, speed, warnings, and what happened lately."""
+    """Every KV connection as its sending side sees it: path, speed, warnings, and what happened lately; and what each
+    worker has learnt about its steps.
+    """
     return {"workers": [_peers(worker) for worker in workers]}
 
 
@@ -128,6 +130,7 @@ def _peers(worker: WorkerStatus) -> dict[str, Any]:
         "incarnation": status.incarnation,
         "is_ready": status.is_ready,
         "reason": status.reason,
+        "steps": None if status.steps is None else asdict(status.steps),
         "slots": status.labelled.get("baton_worker_kv_slots", {}),
         "peers": [asdict(peer) for peer in status.peers],
     }

@@ -113,7 +113,8 @@ class Placer:
         open_s = now_s + rules.horizon_s
         pool = self._pool(fleet.prefills, job, fleet, "decode")
         # A worker that has enough to do is no option: whoever waits for it may find a better one.
-        readers = [worker for worker in pool if worker.prefill_free_s <= open_s]
+        # It is one for whoever has a prefix there, though: reading all of it elsewhere may cost more than waiting.
+        readers = [w for w in pool if w.prefill_free_s <= open_s or w.worker_id in job.held]
         if not readers and all(worker.prefill_free_s > open_s for worker in fleet.decodes):
             return Decision(None, "workers_busy", ())
         # Prefill workers decode before anybody is refused.
@@ -132,7 +133,9 @@ class Placer:
             if (number < rules.shortlist or worker.worker_id in job.held) and worker is not best
         ]
         if rules.can_deflect or not pool:
-            free = [pair for pair in roomy if pair[1].prefill_free_s <= open_s]
+            free = [
+                pair for pair in roomy if pair[1].prefill_free_s <= open_s or pair[1].worker_id in job.held
+            ]
             options += [
                 self._local(job, worker, gap_s, now_s)
                 for number, (gap_s, worker) in enumerate(free)
@@ -145,7 +148,8 @@ class Placer:
         fastest = min(usable, key=_ttft, default=None)
         if fastest is not None and (fastest.ttft_s <= left_s or (job.may_be_late and left_s <= 0)):
             return Decision(fastest, "placed", tuple(options))
-        return Decision(None, "too_late" if options else "workers_busy", tuple(options))
+        is_open = any(worker.prefill_free_s <= open_s for worker in (*readers, *fleet.decodes))
+        return Decision(None, "too_late" if options and is_open else "workers_busy", tuple(options))
 
     def _pool(
         self, workers: list[WorkerState], job: Job, fleet: FleetView, other_role: str
@@ -226,6 +230,10 @@ class Placer:
             service_s,
             drawback,
         )
+
+    def unread_s(self, worker: WorkerState, cadence: Cadence, num_tokens: int) -> float:
+        """How long a worker will read what it has in hand, beside its streams; infinite where they leave no time."""
+        return self._reading(worker, cadence, num_tokens, 0, self.rules.local_chunk)[0]
 
     def _reading(
         self, worker: WorkerState, cadence: Cadence, num_new: int, past: int, cap: int

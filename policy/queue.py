@@ -231,7 +231,7 @@ class WaitingQueue:
         return {t for t in self._by_tenant if self.shares.excess(t, num_tenants) > self.OVER_SHARE}
 
     def _num_tenants(self) -> int:
-        return len(self.shares.tenants | self._by_tenant.keys())
+        return len({*self.shares.tenants, *self._by_tenant})
 
     def triage(self, now_s: float, num_servers: float) -> list[Waiting]:
         """Sort those with a deadline into ready and late by what `num_servers` full-time prefill workers can do.
@@ -243,6 +243,7 @@ class WaitingQueue:
         kept: list[tuple[float, int, _Item]] = []
         late: list[_Item] = []
         queued_s, num_tenants = 0.0, self._num_tenants()
+        excess = {tenant: self.shares.excess(tenant, num_tenants) for tenant in self._by_tenant}
         for item in promised:
             entry = item[2]
             if entry.latest_start_s < now_s:
@@ -252,7 +253,7 @@ class WaitingQueue:
                 late.append(item)
                 continue
             start_s = now_s + queued_s / max(num_servers, 1e-9)
-            weight = entry.service_s * self.shares.excess(entry.tenant, num_tenants)
+            weight = entry.service_s * excess[entry.tenant]
             heapq.heappush(kept, (-weight, item[1], item))
             queued_s += entry.service_s
             if start_s + entry.service_s > entry.deadline_s:

@@ -9,9 +9,10 @@ import math
 import random
 from dataclasses import dataclass, replace
 
-from benchmarks.sim.cluster import OVERHEAD_S, Cluster
+from benchmarks.sim.cluster import Cluster
 from benchmarks.sim.requests import SimRequest
 from benchmarks.sim.worker import Reading, SimWorker
+from contracts.roles import RoleLabel
 from policy.chunks import Cadence, Prompt, StepPlan, plan_step
 from policy.fleet import FleetView, WorkerState
 from policy.link_model import LinkModel
@@ -23,7 +24,9 @@ from policy.step_model import StepModel, Work
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """`model_error`: how wrong the step models are at the start; with `is_learning` off they stay so."""
+    """`has_fading` off: whoever holds most of a prompt reads it, whatever waiting costs. `model_error`: how wrong the
+    step models are at the start; with `is_learning` off they stay so.
+    """
 
     has_deadline_chunks: bool = True
     can_deflect: bool = True
@@ -31,10 +34,24 @@ class Features:
     is_learning: bool = True
     has_flips: bool = True
     has_affinity: bool = True
+    has_fading: bool = True
     has_admission: bool = True
     model_error: float = 0.1
     bank: float = 0.5
     gap_share: float = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What an operator sets. `homes`: the pool of each worker, all mixed at first where there are none; chunks in
+    tokens: `read_chunk` of a step without decodes, `local_chunk` as placement expects of one with, `least_chunk` below
+    which it expects none.
+    """
+
+    homes: tuple[RoleLabel, ...] = ()
+    read_chunk: int = 4096
+    local_chunk: int = 2048
+    least_chunk: int = 32
 
 
 class DeadlineChunker:
@@ -43,9 +60,9 @@ class DeadlineChunker:
     FIXED = 512  # tokens, where deadlines are switched off
     LEARN_EVERY = 8
 
-    def __init__(self, model: StepModel, cadence: Cadence, features: Features) -> None:
+    def __init__(self, model: StepModel, cadence: Cadence, features: Features, cap: int) -> None:
         self.gap_s = cadence.gap_s
-        self.cap = 4096
+        self.cap = cap
         self._model = model
         self.longest_s = cadence.longest_step_s
         self._features = features
@@ -81,8 +98,11 @@ class Baton:
     TRIAGE_S = 0.02
     PLAN_S = 1.0
 
-    def __init__(self, features: Features, ttft_s: float, tpot_s: float, seed: int = 0) -> None:
+    def __init__(
+        self, features: Features, ttft_s: float, tpot_s: float, seed: int = 0, layout: Layout | None = None
+    ) -> None:
         self.features = features
+        self.layout = layout or Layout()
         self.cadence = Cadence(tpot_s, features.gap_share, features.bank)
         self.decisions: dict[str, int] = {}
         self.roles: list[tuple[float, int]] = []
@@ -103,9 +123,10 @@ class Baton:
         self._states: dict[str, WorkerState] = {}
 
     def chunker(self, number: int, model: StepModel) -> DeadlineChunker:
-        chunker = DeadlineChunker(model, self.cadence, self.features)
+        chunker = DeadlineChunker(model, self.cadence, self.features, self.layout.read_chunk)
         self.chunkers[f"w{number}"] = chunker
-        self._states[f"w{number}"] = WorkerState(f"w{number}", model)
+        homes = self.layout.homes
+        self._states[f"w{number}"] = WorkerState(f"w{number}", model, homes[number] if homes else "mixed")
         return chunker
 
     def start(self, cluster: Cluster) -> None:
@@ -117,9 +138,13 @@ class Baton:
             state.gap_s = self.cadence.tpot_s
         self._fleet = FleetView(self._states.values())
         links = LinkModel(0.001, device.link_bytes_per_s)
+        overhead_s, layout = cluster.setup.overhead_s, self.layout
         rules = PlaceRules(
+            prefill_chunk=layout.read_chunk,
+            local_chunk=layout.local_chunk,
+            least_chunk=layout.least_chunk,
             bytes_per_token=device.kv_bytes_per_token,
-            overhead_s=OVERHEAD_S,
+            overhead_s=overhead_s,
             can_deflect=self.features.can_deflect,
             horizon_s=0.05 if self.features.is_late_binding else 1e9,
         )
@@ -132,10 +157,7 @@ class Baton:
 
     def arrive(self, request: SimRequest, now_s: float) -> None:
         self._arrivals_s = now_s
-        held: dict[str, int] = {}
-        if request.keys and self.features.has_affinity:
-            longest = self._cluster.index.longest(request.keys)
-            held = {w: min(n * request.key_tokens, request.prompt_tokens - 1) for w, n in longest.items()}
+        held = self._held(request)
         most = max(held.values(), default=0)
         self._demand.arrived(request.prompt_tokens, request.prompt_tokens - most, now_s)
         job = Job(
@@ -148,7 +170,7 @@ class Baton:
             may_be_late=not self.features.has_admission,
         )
         model = self._any_state().model
-        service_s = model.prefill_s(request.prompt_tokens - most, most) + OVERHEAD_S
+        service_s = model.prefill_s(request.prompt_tokens - most, most) + self._placer.rules.overhead_s
         entry = Waiting(
             job.request_id, now_s, job.deadline_s, service_s, is_kept=not self.features.has_admission
         )
@@ -180,7 +202,7 @@ class Baton:
             request.end(now_s)
             return
         lacking = job.prompt_tokens - job.held.get(option.decode_id, 0)
-        arrives_s = self._cluster.transfer_s(worker, lacking, 4096, now_s)
+        arrives_s = self._cluster.transfer_s(worker, lacking, self.layout.read_chunk, now_s)
         self._cluster.call(arrives_s, self._hand_over, worker, reading)
 
     def worker_changed(self, worker: SimWorker, ended: SimRequest | None, now_s: float) -> None:
@@ -196,7 +218,9 @@ class Baton:
         if state.role == "prefill" or not worker.num_streams:
             left = worker.pending_tokens
             state.prefill_free_s = now_s + (state.model.prefill_s(left) if left else 0.0)
-        elif not worker.prompts:
+        elif worker.prompts:
+            state.prefill_free_s = now_s + self._placer.unread_s(state, self.cadence, worker.pending_tokens)
+        else:
             state.prefill_free_s = now_s
         is_open = state.prefill_free_s - now_s <= self._placer.rules.horizon_s
         if len(self._queue) and is_open and (was_busy or now_s >= self._blocked_until_s):
@@ -227,11 +251,28 @@ class Baton:
 
     def _try(self, entry: Waiting, now_s: float) -> Verdict:
         request, job = self._waiting[entry.request_id]
-        decision = self._placer.place(job, self._fleet, now_s)
+        if request.keys and now_s > entry.arrived_s:
+            job = replace(job, held=self._held(request))  # others of its conversation were read meanwhile
+        fleet = self._fleet if self.features.has_fading or not job.held else self._holder_only(job)
+        decision = self._placer.place(job, fleet, now_s)
         self._count(decision)
         if decision.chosen is not None and not self._carry_out(request, job, decision.chosen, now_s):
             return "no_decode_room"
         return decision.verdict
+
+    def _held(self, request: SimRequest) -> dict[str, int]:
+        """Prompt tokens that each worker need not read."""
+        if not request.keys or not self.features.has_affinity:
+            return {}
+        longest, most = self._cluster.index.longest(request.keys), request.prompt_tokens - 1
+        return {worker_id: min(depth * request.key_tokens, most) for worker_id, depth in longest.items()}
+
+    def _holder_only(self, job: Job) -> FleetView:
+        holder = self._states[max(job.held, key=lambda worker_id: job.held[worker_id])]
+        fleet = FleetView()
+        fleet.workers, fleet.prefills = self._fleet.workers, [holder]
+        fleet.decodes = self._fleet.decodes if holder.role == "prefill" else [holder]
+        return fleet
 
     def _next_opening_s(self, now_s: float) -> float:
         """When a reader will take more, should no step end before."""
@@ -249,7 +290,7 @@ class Baton:
         self._triaged_s = now_s
         for entry in self._queue.triage(now_s, self._servers):
             request, _ = self._waiting.pop(entry.request_id)
-            request.refuse()
+            self._cluster.refuse(request)
             self._count(None)
 
     def _carry_out(self, request: SimRequest, job: Job, option: Option, now_s: float) -> bool:

@@ -16,7 +16,9 @@ from policy.step_model import Coefficients, StepModel
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One worker's hardware with its model. Times in seconds; `square_s` multiplies (past + new)² - past²."""
+    """One worker's hardware with its model. Times in seconds; `square_s` multiplies (past + new)² - past²;
+    `fused_stream_s`: of a decode beside prompts, None for that of a prompt token.
+    """
 
     name: str
     prefill_base_s: float
@@ -30,15 +32,18 @@ class Device:
     kv_tokens: int
     link_bytes_per_s: float
     max_streams: int = 512
+    fused_stream_s: float | None = None
 
     def decode_step_s(self, num_decodes: int, context: float) -> float:
         return self.host_s + self.decode_base_s + self.stream_s * num_decodes + self.context_s * context
 
     def step_s(self, new_tokens: int, attended: float, num_decodes: int, context: float) -> float:
+        fused_stream_s = self.token_s if self.fused_stream_s is None else self.fused_stream_s
         fused_s = (
             self.host_s
             + self.prefill_base_s
-            + self.token_s * (new_tokens + num_decodes)
+            + self.token_s * new_tokens
+            + fused_stream_s * num_decodes
             + self.square_s * attended
             + self.context_s * context
         )
@@ -57,7 +62,7 @@ class Device:
                 factor * (self.host_s + self.prefill_base_s),
                 factor * self.token_s,
                 factor * self.square_s,
-                factor * self.token_s,
+                factor * (self.token_s if self.fused_stream_s is None else self.fused_stream_s),
                 factor * self.context_s,
             ),
             doubt=0.1,

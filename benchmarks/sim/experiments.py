@@ -6,10 +6,13 @@ is measured from there. So a table may try every static split without a search f
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
+from benchmarks.metrics import Slo
 from benchmarks.sim.baselines import BudgetChunker, CacheAware, RoundRobin, StaticSplit
 from benchmarks.sim.baton import Baton, Features
 from benchmarks.sim.cluster import Cluster, Controller, Setup
@@ -18,8 +21,9 @@ from benchmarks.sim.worker import Chunker
 from benchmarks.sim.workloads import Workload
 
 TARGET = 0.9
-RAMP_SHARE = 0.05  # of the requests: an empty cluster flatters everybody
-READER_BUDGET = 8192
+RAMP_SHARE = 0.2  # of the requests: an empty cluster flatters everybody
+READER_BUDGETS = (2048, 8192)
+PATIENCE = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +58,21 @@ class Run:
 def simulate(system: System, workload: Workload, rate: float, setup: Setup) -> Run:
     """One run to the end of the last request. Raises RuntimeError if a request did not end exactly once."""
     requests = workload.make(rate, setup.seed)
-    controller, chunker = system.build(setup)
     began_s = time.process_time()
+    controller, chunker = system.build(setup)
     cluster = Cluster(setup, controller, chunker)
     cluster.run(requests)
     cpu_s = time.process_time() - began_s
     lost = [request.number for request in requests if request.num_ends != 1]
     if lost:
         raise RuntimeError(f"{system.name}: expected one end per request but {len(lost)} had another number")
-    counted = requests[int(len(requests) * RAMP_SHARE) :]
+    counted = requests[_counted_from(requests) :]
     size, slo = len(counted), setup.slo
     return Run(
         system.name,
         rate,
         sum(request.is_good(slo) for request in counted) / size,
-        sum(_is_prompt(request, slo.ttft_s) for request in counted) / size,
+        sum(request.is_prompt(slo) for request in counted) / size,
         sum(request.tpot_s is None or request.tpot_s <= (slo.tpot_s or 1e9) for request in counted) / size,
         sum(request.is_refused for request in counted) / size,
         requests[-1].arrived_s,
@@ -79,10 +83,18 @@ def simulate(system: System, workload: Workload, rate: float, setup: Setup) -> R
     )
 
 
-def _is_prompt(request: SimRequest, ttft_s: float | None) -> bool:
-    if request.first_token_s is None:
-        return False
-    return ttft_s is None or request.first_token_s - request.arrived_s <= ttft_s
+def is_attained(system: System, workload: Workload, rate: float, setup: Setup) -> bool:
+    """Whether `simulate` would find TARGET attained. Stops as soon as so many missed that it is not."""
+    requests = workload.make(rate, setup.seed)
+    first = _counted_from(requests)
+    cluster = Cluster(setup, *system.build(setup))
+    cluster.misses_left = math.floor((1.0 - TARGET) * (len(requests) - first) + 1e-9)
+    cluster.run(requests, first)
+    return cluster.misses_left >= 0
+
+
+def _counted_from(requests: Sequence[SimRequest]) -> int:
+    return int(len(requests) * RAMP_SHARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +111,7 @@ class Point:
         setup = self.setup
         passed = 0
         for number, seed in enumerate(self.seeds):
-            seeded = Setup(setup.device, setup.num_workers, setup.slo, seed, setup.noise)
-            passed += simulate(system, self.workload, rate, seeded).attainment >= TARGET
+            passed += is_attained(system, self.workload, rate, replace(setup, seed=seed))
             if passed * 2 > len(self.seeds) or (number + 1 - passed) * 2 > len(self.seeds):
                 break
         return passed * 2 > len(self.seeds)
@@ -131,16 +142,25 @@ class Point:
                 high = rate
         return low
 
-    def best(self, systems: Iterable[System], start: float) -> tuple[System | None, float]:
-        """(best system, its goodput), the first found first."""
+    def best(self, lines: Iterable[Sequence[System]], start: float) -> tuple[System | None, float]:
+        """(best system, its goodput), the first found first. Along a line goodput has one peak, so that the rest of it
+        is left out after PATIENCE systems that did not beat the best so far.
+        """
         champion: System | None = None
         record = 0.0
-        for system in systems:
-            if champion is None:
-                record, champion = self.goodput(system, start), system
-            elif self.attains(system, record * (1.0 + self.tolerance / 2)):
-                record = self.goodput(system, record * (1.0 + self.tolerance / 2), is_known_good=True)
-                champion = system
+        for line in lines:
+            num_beaten = 0
+            for system in line:
+                challenge = record * (1.0 + self.tolerance / 2) or start / 1000
+                if champion is None:
+                    record, champion = self.goodput(system, start), system
+                elif self.attains(system, challenge):
+                    record, champion = self.goodput(system, challenge, is_known_good=True), system
+                    num_beaten = 0
+                else:
+                    num_beaten += 1
+                    if num_beaten == PATIENCE:
+                        break
         return champion, record
 
 
@@ -159,33 +179,41 @@ def baton(features: Features | None = None, name: str = "baton") -> System:
     return System(name, build)
 
 
-def round_robin(budget: int) -> System:
-    return System(f"colocated round robin, {budget} tokens", lambda _: (RoundRobin(), _budget(budget)))
+def round_robin(budget: int, gives_up: bool = False) -> System:
+    name = f"colocated round robin, {budget} tokens"
+    return _rival(name, gives_up, RoundRobin, budget)
 
 
-def cache_aware(budget: int) -> System:
-    return System(f"colocated cache-aware, {budget} tokens", lambda _: (CacheAware(), _budget(budget)))
+def cache_aware(budget: int, gives_up: bool = False) -> System:
+    name = f"colocated cache-aware, {budget} tokens"
+    return _rival(name, gives_up, CacheAware, budget)
 
 
-def static_split(num_readers: int) -> System:
+def static_split(num_readers: int, budget: int = READER_BUDGETS[-1], gives_up: bool = False) -> System:
+    name = f"static split, {num_readers} readers of {budget} tokens"
+    return _rival(name, gives_up, partial(StaticSplit, num_readers), budget)
+
+
+def _rival(name: str, gives_up: bool, make: Callable[[Slo | None], Controller], budget: int) -> System:
     def build(setup: Setup) -> tuple[Controller, Callable[[int], Chunker]]:
-        return StaticSplit(num_readers), _budget(READER_BUDGET)
+        return make(setup.slo if gives_up else None), lambda _: BudgetChunker(budget)
 
-    return System(f"static split, {num_readers} readers", build)
-
-
-def _budget(budget: int) -> Callable[[int], Chunker]:
-    return lambda _: BudgetChunker(budget)
+    return System(name + (", giving up" if gives_up else ""), build)
 
 
-def baselines(num_workers: int, budgets: Sequence[int], splits: Sequence[int] | None = None) -> list[System]:
-    """Every static split (or those given) and both colocated systems at every budget, likely champions first."""
-    chosen = splits or range(1, num_workers)
-    middle = sorted(chosen, key=lambda n: abs(n - 0.6 * num_workers))
-    colocated = [make(budget) for budget in budgets for make in (cache_aware, round_robin)]
-    split = [static_split(n) for n in middle]
-    mixed: list[System] = []
-    while colocated or split:
-        mixed += colocated[:1] + split[:2]
-        colocated, split = colocated[1:], split[2:]
-    return mixed
+def baselines(
+    num_workers: int,
+    budgets: Sequence[int],
+    reader_budgets: Sequence[int],
+    gives_up: bool = False,
+    likely_readers: float = 0.6,
+) -> list[list[System]]:
+    """Every static split, and both colocated systems at every budget, in lines along which goodput has one peak: more
+    readers, fewer readers, and each colocated system by itself. `likely_readers`: share of them in the split to begin
+    with.
+    """
+    first = min(max(1, round(likely_readers * num_workers)), num_workers - 1)
+    sides = (range(first, num_workers), range(first - 1, 0, -1))
+    lines = [[static_split(n, budget, gives_up) for n in side for budget in reader_budgets] for side in sides]
+    alone = [[make(budget, gives_up)] for budget in budgets for make in (cache_aware, round_robin)]
+    return [*lines, *alone]

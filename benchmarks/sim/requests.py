@@ -36,11 +36,15 @@ class SimRequest:
             return None
         return (self.end_s - self.first_token_s) / (self.output_tokens - 1)
 
+    def is_prompt(self, slo: Slo) -> bool:
+        """The first token came in time."""
+        if self.first_token_s is None:
+            return False
+        return slo.ttft_s is None or self.first_token_s - self.arrived_s <= slo.ttft_s
+
     def is_good(self, slo: Slo) -> bool:
         """Ended, and both promises kept."""
-        if self.end_s is None or self.first_token_s is None:
-            return False
-        if slo.ttft_s is not None and self.first_token_s - self.arrived_s > slo.ttft_s:
+        if self.end_s is None or not self.is_prompt(slo):
             return False
         tpot_s = self.tpot_s
         return slo.tpot_s is None or tpot_s is None or tpot_s <= slo.tpot_s

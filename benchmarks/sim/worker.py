@@ -49,7 +49,7 @@ class Chunker(Protocol):
 
 
 class Owner(Protocol):
-    """Who is told what happened on a worker, and puts its step ends on the clock."""
+    """Who is told what happened on a worker, and puts its step ends on the clock. `stream_ended`: or was given up."""
 
     def at(self, time_s: float, worker: SimWorker, version: int) -> None: ...
 
@@ -62,7 +62,8 @@ class Owner(Protocol):
 
 class SimWorker:
     """`prompts` are read in order; `waiting` have no KV yet. `num_steps` counts steps in which all streams took part:
-    a stream's tokens are the steps since it joined.
+    a stream's tokens are the steps since it joined. `pending_tokens`: of prompts, still to be read; `num_held`:
+    requests that read, write or wait here.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class SimWorker:
         self.chunker = chunker
         self.prompts: list[Reading] = []
         self.waiting: deque[Reading | tuple[SimRequest, int]] = deque()
+        self.pending_tokens = self.num_held = 0
         self.num_streams = 0
         self.context = 0
         self.num_steps = 0
@@ -97,6 +99,8 @@ class SimWorker:
 
     def read(self, reading: Reading, now_s: float) -> None:
         """A prompt to read; with `is_local` its answer is written here too."""
+        self.pending_tokens += reading.left
+        self.num_held += 1
         self.waiting.append(reading)
         self._admit(now_s)
         self._kick(now_s)
@@ -108,11 +112,13 @@ class SimWorker:
     def join(self, request: SimRequest, blocks: int, now_s: float) -> None:
         """A stream whose KV is here, in `blocks` reserved before; it takes part from the next step on."""
         self.memory.run(blocks)
+        self.num_held += 1
         self._joining.append((request, blocks))
         self._kick(now_s)
 
     def queue_stream(self, request: SimRequest, now_s: float) -> None:
         """A stream whose KV waits elsewhere until it fits here."""
+        self.num_held += 1
         self.waiting.append((request, 0))
         self._admit(now_s)
         self._kick(now_s)
@@ -123,19 +129,22 @@ class SimWorker:
         self._admit(now_s)
         self._kick(now_s)
 
+    def give_up(self, reading: Reading, now_s: float) -> None:
+        """A prompt that nobody has begun to read is refused."""
+        self.prompts.remove(reading)
+        self.pending_tokens -= reading.left
+        self.num_held -= 1
+        self.memory.run(reading.blocks)
+        self.memory.release(reading.blocks)
+        reading.request.refuse()
+        self._owner.stream_ended(self, reading.request, now_s)
+        self._admit(now_s)
+
     # --- what it looks like from outside ---
 
     @property
     def is_idle(self) -> bool:
         return self._started_s is None
-
-    @property
-    def num_held(self) -> int:
-        return self.num_streams + len(self.prompts) + len(self.waiting) + len(self._joining)
-
-    @property
-    def pending_tokens(self) -> int:
-        return sum(p.left for p in self.prompts) + sum(w.left for w in self.waiting if isinstance(w, Reading))
 
     def slack_s(self, gap_s: float, longest_s: float, now_s: float) -> float:
         """Time to the tightest next-token deadline; infinite without streams."""
@@ -229,6 +238,7 @@ class SimWorker:
         finished = []
         for reading, num_tokens in zip(self.prompts, plan.chunks, strict=False):
             reading.past += num_tokens
+            self.pending_tokens -= num_tokens
             if not reading.left:
                 finished.append(reading)
         if not finished:
@@ -242,6 +252,8 @@ class SimWorker:
                     self._end(reading.request, reading.blocks, now_s)
                 else:
                     self._joining.append((reading.request, reading.blocks))
+            else:
+                self.num_held -= 1
 
     def _end_streams(self, now_s: float) -> None:
         while self._ends and self._ends[0][0] <= self.num_steps:
@@ -252,6 +264,7 @@ class SimWorker:
 
     def _end(self, request: SimRequest, blocks: int, now_s: float) -> None:
         self.memory.release(blocks, request.keys, request.key_tokens)
+        self.num_held -= 1
         request.end(now_s)
         self._owner.stream_ended(self, request, now_s)
 
@@ -281,6 +294,7 @@ class SimWorker:
             self.waiting.popleft()
             if isinstance(head, Reading):
                 head.blocks, head.past = blocks, hit
+                self.pending_tokens -= hit
                 request.hit_tokens = hit
                 self.prompts.append(head)
             else:

@@ -15,14 +15,17 @@ from benchmarks.metrics import Slo
 from benchmarks.result import read_result
 from benchmarks.sim.baselines import BudgetChunker, RoundRobin
 from benchmarks.sim.baton import Features
+from benchmarks.sim.cases import Case
 from benchmarks.sim.cluster import OVERHEAD_S, Cluster, Setup
 from benchmarks.sim.devices import DEVICES
 from benchmarks.sim.experiments import (
+    TARGET,
     Point,
     System,
     baselines,
     baton,
     cache_aware,
+    is_attained,
     round_robin,
     static_split,
 )
@@ -33,7 +36,7 @@ from benchmarks.sim.workloads import Workload, shifting_workload, trace_workload
 
 DEVICE = DEVICES["h200-8b"]
 SLO = Slo(1.0, 0.03)
-SYSTEMS = [baton(), round_robin(512), cache_aware(1024), static_split(2)]
+SYSTEMS = [baton(), round_robin(512), cache_aware(1024), static_split(2), cache_aware(512, gives_up=True)]
 
 
 def setup(num_workers: int = 4, seed: int = 0, **changes: object) -> Setup:
@@ -80,6 +83,7 @@ def test_everyone_ends_once_and_every_block_comes_back(
         assert worker.memory.is_balanced
         assert worker.memory.running == worker.memory.reserved == 0
         assert (worker.num_streams, worker.context, worker.prompts) == (0, 0, [])
+        assert (worker.pending_tokens, worker.num_held) == (0, 0)
 
 
 @pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
@@ -107,7 +111,7 @@ def test_a_run_of_decodes_lasts_as_long_as_its_steps_one_by_one() -> None:
     first_s = DEVICE.step_s(1000, 1000 * 1000, 0, 0)
     assert request.first_token_s == pytest.approx(first_s + OVERHEAD_S)
     steps_s = sum(DEVICE.decode_step_s(1, 1001 + n) for n in range(199))
-    assert request.end_s == pytest.approx(first_s + steps_s)
+    assert request.end_s == pytest.approx(first_s + steps_s + OVERHEAD_S)
 
 
 def test_who_comes_in_between_waits_for_the_step_under_way_only() -> None:
@@ -177,7 +181,7 @@ def test_goodput_finds_the_edge() -> None:
     systems = [System(name, SYSTEMS[0].build) for name in ("3.0", "70.0", "10.0", "71.0", "90.0")]
     assert point.goodput(systems[1], 50.0) == pytest.approx(70.0, rel=0.02)
     assert point.goodput(systems[1], 500.0) == pytest.approx(70.0, rel=0.02)
-    champion, record = point.best(systems, 50.0)
+    champion, record = point.best([systems[:2], systems[2:]], 50.0)
     assert champion is systems[-1]
     assert record == pytest.approx(90.0, rel=0.02)
     assert point.goodput(System("0.0", SYSTEMS[0].build), 50.0) == 0.0
@@ -185,10 +189,45 @@ def test_goodput_finds_the_edge() -> None:
         point.goodput(System("1e9", SYSTEMS[0].build), 50.0)
 
 
+def test_a_line_is_left_after_its_peak() -> None:
+    tried: list[str] = []
+
+    class Edge(Point):
+        def attains(self, system: System, rate: float) -> bool:
+            tried.append(system.name)
+            return rate <= float(system.name)
+
+    line = [
+        System(name, SYSTEMS[0].build)
+        for name in ("60", "70", "69", "68", "67", "66", "65", "64", "63", "62")
+    ]
+    champion, record = Edge(fixed([]), setup()).best([line], 50.0)
+    assert (champion, record) == (line[1], pytest.approx(70.0, rel=0.02))
+    assert set(tried) == {"60", "70", "69", "68", "67", "66", "65", "64"}
+
+
+@pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
+@pytest.mark.parametrize("rate", [40.0, 90.0, 140.0, 400.0])
+def test_a_verdict_cut_short_is_the_verdict(system: System, rate: float) -> None:
+    workload = trace_workload("azure-conv", 300)
+    whole = run_once(system, workload, rate, setup())
+    assert is_attained(system, workload, rate, setup()) == (whole.attainment >= TARGET)
+
+
+@pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
+def test_misses_are_counted_once(system: System) -> None:
+    requests = trace_workload("azure-conv", 300).make(200.0, 0)
+    controller, chunker = system.build(setup())
+    cluster = Cluster(setup(), controller, chunker)
+    cluster.misses_left = 300
+    cluster.run(requests)
+    assert cluster.misses_left == sum(request.is_good(SLO) for request in requests)
+
+
 def test_every_static_split_is_among_the_baselines() -> None:
-    names = {system.name for system in baselines(16, (512, 2048))}
-    assert {static_split(n).name for n in range(1, 16)} <= names
-    assert len(names) == 15 + 4
+    names = {system.name for line in baselines(16, (512, 2048), (2048, 8192)) for system in line}
+    assert {static_split(n, budget).name for n in range(1, 16) for budget in (2048, 8192)} <= names
+    assert len(names) == 2 * 15 + 4
 
 
 def test_refusing_early_keeps_promises_to_the_others() -> None:
@@ -201,7 +240,7 @@ def test_refusing_early_keeps_promises_to_the_others() -> None:
 
 
 def test_result_and_exit_code_follow_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = simulate.Case("azure-conv", "h200-8b", 2, SLO, 500, 60.0, budgets=(1024,), tolerance=0.2)
+    case = Case("azure-conv", "h200-8b", 2, SLO, 60.0, 500, budgets=(1024,), tolerance=0.2)
     monkeypatch.setattr(simulate, "quick_cases", lambda: [case])
     monkeypatch.setattr(simulate, "measure_speed", lambda: {"speed_vs_real_time": 25.0})
     code = simulate.main(["--quick", "--processes", "1", "--json", str(tmp_path / "r.json")])

@@ -90,6 +90,27 @@ def test_busy_workers_are_waited_for() -> None:
     assert make_placer().place(make_job(), fleet, 0.0).verdict == "workers_busy"
 
 
+def test_a_busy_holder_of_a_prefix_is_waited_for_where_that_is_cheaper() -> None:
+    def chosen_when_busy_for(backlog_s: float) -> str | None:
+        fleet = pools(2, 1)
+        fleet.workers["p0"].prefill_free_s = backlog_s
+        job = make_job(prompt_tokens=8000, deadline_s=5.0, held={"p0": 7900})
+        decision = make_placer().place(job, fleet, 0.0)
+        return decision.chosen.prefill_id if decision.chosen else None
+
+    assert chosen_when_busy_for(0.0) == "p0"
+    assert chosen_when_busy_for(1.0) == "p0"  # the other would read for 0.9 s
+    assert chosen_when_busy_for(4.5) == "p1"  # it would be late
+
+
+def test_holders_of_a_prefix_who_are_busy_too_long_count_as_busy() -> None:
+    fleet = pools(1, 1)
+    for worker in fleet.workers.values():
+        worker.prefill_free_s = 3.0
+    job = make_job(deadline_s=1.0, held={"p0": 900})
+    assert make_placer().place(job, fleet, 0.0).verdict == "workers_busy"
+
+
 def test_leftover_work_leaves_room() -> None:
     streams = 240  # 10 + 4.8 + 2.4 ms: within 0.92 of 20 ms, not within 0.7
     fleet = pools(1, 1, streams)
