@@ -13,7 +13,7 @@ from contracts.request import GenerateRequest
 from engine.kernels import reference
 from engine.kv import FP8
 from tests.engine.tiny_models import PROMPT, family_config, make_oracle, write_hf
-from tests.local_cluster import greedy, local_cluster
+from tests.local.cluster import greedy, local_cluster
 
 GREEDY = [greedy(f"g{i}", PROMPT[i : 40 + 7 * i], 10, ignore_eos=True) for i in range(4)]
 SAMPLED = [
