@@ -32,7 +32,7 @@ class ModelConfig(Section):
 
     path: str | None = Field(
         None,
-        description="Hugging Face directory, GGUF file, or hub id (org/name). Empty: the embedded SmolLM2-135M-Instruct.",
+        description="Hugging Face directory, GGUF file (the first, if there are several), or hub id (org/name). Empty: the embedded SmolLM2-135M-Instruct.",
     )
     served_name: str | None = Field(
         None,

@@ -9,7 +9,7 @@ Two workers that start at the same moment see the same free memory; each is righ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -107,6 +107,8 @@ def check_fit(
     Of a model on `num_ranks` ranks, `spec` and the bytes are one rank's; ranks on a CPU share its memory.
     """
     need, free = need_of(spec, dtype, kv_bytes, quantized_bytes, graph_buckets), available(device)
+    if device.type != "cpu":  # there only blocks are packed: their codes are copied, a byte each at most
+        need = replace(need, packing=largest_matrix(spec))
     if free is not None and device.type == "cpu":
         free //= num_ranks
     if free is None or need.total <= free:

@@ -69,6 +69,13 @@ def test_recorded_steps_are_counted_and_can_be_given_up() -> None:
         fit.check_fit(LARGE, torch.bfloat16, CPU, 0, lambda device: free, graph_buckets=(16, 64))
 
 
+def test_a_gpu_widens_no_matrix() -> None:
+    free = fit.need_of(LARGE, torch.bfloat16).total - 2 * LARGE.vocab_size * LARGE.hidden_size
+    fit.check_fit(LARGE, torch.bfloat16, torch.device("cuda"), 0, lambda device: free)
+    with pytest.raises(ConfigError, match="cpu has"):
+        fit.check_fit(LARGE, torch.bfloat16, CPU, 0, lambda device: free)
+
+
 @pytest.mark.parametrize("free", [None, 64 * GIB])
 def test_enough_or_unknown_memory_is_no_reason_to_refuse(free: int | None) -> None:
     fit.check_fit(LARGE, torch.bfloat16, CPU, 8 * GIB, lambda device: free)

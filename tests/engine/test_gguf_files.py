@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -113,6 +114,23 @@ def test_a_file_of_mixed_kinds_computes_as_its_numbers(tmp_path: Path, quantizat
     assert expanded.isfinite().all()
     limit = 1e-4 if quantization == "auto" else 0.05
     assert (kept - expanded).norm() < limit * expanded.norm()
+
+
+@pytest.mark.parametrize(("number", "name"), [(GGMLQuantizationType.Q8_K, "Q8_K"), (99, "number 99")])
+def test_a_kind_that_nobody_expands_is_named_with_those_that_are(
+    number: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_kinds(tmp_path / "x.gguf", [], num_layers=1)
+    file = read_gguf(tmp_path / "x.gguf")
+    file.tensors["blk.0.attn_q.weight"] = replace(file.tensors["blk.0.attn_q.weight"], kind=int(number))
+    monkeypatch.setattr("engine.gguf_weights.read_gguf", lambda path: file)
+    with pytest.raises(ConfigError) as caught:
+        load_model(tmp_path / "x.gguf", torch.float32)
+    assert caught.value.message.startswith(
+        "tensor blk.0.attn_q.weight: unsupported quantization: expected one of"
+    )
+    assert caught.value.message.endswith(f"but got {name}")
+    assert all(kind in caught.value.message for kind in KINDS)
 
 
 # --- several files ----------------------------------------------------------------------------------------------------
