@@ -44,6 +44,10 @@ from prefill.server import PrefillServer
 
 MAX_HTTP_REQUESTS = 100_000
 
+# Serve would run the application on a thread and in an event loop of its own, and pass each chunk over to the one with
+# the socket: more time than the chunk itself takes, and no sign of a client that does not read.
+REPLICA_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
+
 
 def build(args: Mapping[str, Any] | None = None) -> Any:
     """The Serve application. `args`: `model`, `config` (a YAML file), or any dotted key of the configuration.
@@ -60,7 +64,10 @@ def build(args: Mapping[str, Any] | None = None) -> Any:
         )
     options = {
         "num_replicas": config.coordinator.num_replicas,
-        "ray_actor_options": {"num_cpus": config.coordinator.num_cpus},
+        "ray_actor_options": {
+            "num_cpus": config.coordinator.num_cpus,
+            "runtime_env": {"env_vars": REPLICA_ENVIRONMENT},
+        },
         "graceful_shutdown_timeout_s": config.decode.drain_timeout_s,
     }
     return _node(Coordinator, options, config, secret, decode, prefill)
