@@ -85,7 +85,7 @@ class PlaceRules:
     leftover_share: float = 0.7
     ttft_share: float = 0.94
     margin: float = 0.8
-    horizon_s: float = 0.05
+    horizon_s: float = 0.02
     prefill_chunk: int = 4096
     local_chunk: int = 2048
     least_chunk: int = 32

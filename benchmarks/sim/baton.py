@@ -146,7 +146,7 @@ class Baton:
             bytes_per_token=device.kv_bytes_per_token,
             overhead_s=overhead_s,
             can_deflect=self.features.can_deflect,
-            horizon_s=0.05 if self.features.is_late_binding else 1e9,
+            horizon_s=PlaceRules().horizon_s if self.features.is_late_binding else 1e9,
         )
         self._placer = Placer(rules, links, self._rng)
         self._planner = Planner(PlanRules(max_streams=device.max_streams), device.kv_tokens)

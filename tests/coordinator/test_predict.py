@@ -14,7 +14,7 @@ from contracts.config import BatonConfig, load_config
 from contracts.request import GenerateRequest, SamplingParams
 from contracts.service import Service
 from contracts.steps import StepReport
-from coordinator.ask import Ask
+from coordinator.ask import RULES, Ask
 from coordinator.placement import NotNow, Placement, WorkerView
 from coordinator.predict import NUM_RECORDS, Predictor, Record
 
@@ -245,7 +245,7 @@ def test_nobody_is_bound_to_workers_that_have_enough_to_read() -> None:
     answer = put(p, request(), 0.0, [BUSY], [BUSY_D1])
     assert isinstance(answer, NotNow)
     assert (answer.verdict, answer.from_blocks, answer.is_hopeless) == ("workers_busy", 0, False)
-    assert answer.opens_in_s == pytest.approx(p._models["p1"][1].prefill_s(100_000, 0, 256) - 0.05)
+    assert answer.opens_in_s == pytest.approx(p._models["p1"][1].prefill_s(100_000, 0, 256) - RULES.horizon_s)
 
 
 def test_a_reader_is_open_again_when_what_it_reads_should_be_read() -> None:
@@ -255,7 +255,7 @@ def test_a_reader_is_open_again_when_what_it_reads_should_be_read() -> None:
     assert put(p, request(), 0.0, [P1], [D1]) == Placement("d1", "p1")
     reading, writing = replace(P1, num_tokens=1000), replace(D1, num_requests=2, num_tokens=1000, gap_s=0.05)
     assert isinstance(put(p, request(name="next"), 0.0, [reading], [writing]), NotNow)
-    now_s[0] = p._models["p1"][1].prefill_s(1000, 0, 256) - 0.04
+    now_s[0] = p._models["p1"][1].prefill_s(1000, 0, 256) - 0.8 * RULES.horizon_s
     assert put(p, request(name="next"), 0.0, [reading], [writing]) == Placement("d1", "p1")
 
 
