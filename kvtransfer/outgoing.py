@@ -258,7 +258,8 @@ class Outgoing:
     def _place(self, chunk: Chunk) -> _Place | None:
         """Where the chunk is sent from: the peer's memory, its own blocks, or a slot. None: wait for one."""
         route = self._route
-        staged = route.staging.tensor(self._credits[0])
+        num_bytes = route.pages.num_bytes(chunk.low, chunk.high)
+        staged = route.staging.content(self._credits[0], num_bytes)
         if staged is not None:
             return _Place(staged)
         in_blocks = route.pages.in_place(self._block_ids, chunk.low, chunk.high)
@@ -270,7 +271,7 @@ class Outgoing:
         slot = route.slots.try_take(self._pump_soon)
         if slot is None:
             return None
-        return _Place(route.slots.arena.tensors[slot], route.slots.arena.views[slot], slot)
+        return _Place(route.slots.arena.content(slot, num_bytes), route.slots.arena.views[slot], slot)
 
     def _send(self, place: _Place, credit: int, chunk: Chunk) -> None:
         route = self._route
@@ -279,7 +280,7 @@ class Outgoing:
         try:
             content: Tensor | memoryview | None = place.sent
             if place.staged is not None:
-                content = place.staged[:num_bytes]
+                content = place.staged
                 route.pages.gather(self._block_ids, chunk.low, chunk.high, content)
             assert content is not None
             summed = checksum(content) if route.is_summed else 0

@@ -277,9 +277,9 @@ class Receiver:
         if not self._slots.try_begin(slot, (connection.number, handoff_id)):
             logger.debug("%s: ignored data for slot %d, not granted", connection.source[0], slot)
             return
-        staged = connection.staging.tensor(slot)
+        staged = connection.staging.content(slot, message.num_bytes)
         if staged is not None:
-            self._settle(connection, slot, message, staged[: message.num_bytes])
+            self._settle(connection, slot, message, staged)
             return
         connection.receiving[slot] = self._clock() + self._config.progress_timeout_s
         op = connection.link.post_recv(slot, self._arena.views[slot])
@@ -294,7 +294,7 @@ class Receiver:
             connection.channel.abort()
             return
         num_bytes = 0 if error is not None else op.final.result()
-        self._settle(connection, slot, message, self._arena.tensors[slot][:num_bytes])
+        self._settle(connection, slot, message, self._arena.content(slot, num_bytes))
 
     def _settle(self, connection: _Connection, slot: int, message: Data | Probe, content: Tensor) -> None:
         """The bytes are here: look at them, answer, free the slot."""

@@ -37,6 +37,16 @@ class Arena:
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         self.tensors = torch.empty(num_slots, slot_bytes, dtype=torch.uint8)
         self.views = [memoryview(row.numpy()) for row in self.tensors]
+        self._cut: dict[int, torch.Tensor] = {}
+
+    def content(self, slot: int, num_bytes: int) -> torch.Tensor:
+        """The first bytes of a slot."""
+        known = self._cut.get(slot)
+        if (
+            known is None or len(known) != num_bytes
+        ):  # pieces are mostly of one size, and a cut costs as much as a message
+            known = self._cut[slot] = self.tensors[slot][:num_bytes]
+        return known
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +244,17 @@ class Staging:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._tensors: dict[int, torch.Tensor] = {}
+        self._cut: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def content(self, slot: int, num_bytes: int) -> torch.Tensor | None:
+        """The first bytes of a slot, or all if there are no more; kept as in Arena."""
+        known = self._cut.get(slot)
+        if known is None or known[0] != num_bytes:
+            whole = self.tensor(slot)
+            if whole is None:
+                return None
+            known = self._cut[slot] = (num_bytes, whole[:num_bytes])
+        return known[1]
 
     def tensor(self, slot: int) -> torch.Tensor | None:
         known = self._tensors.get(slot)
