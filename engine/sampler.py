@@ -72,6 +72,13 @@ class SamplingRow:
         """Nothing but the best raw logit is asked for."""
         return self.params.temperature == 0.0 and self.params.num_logprobs is None and self.is_plain
 
+    def is_best(self, token_id: int) -> bool:
+        """Whether the best raw logit is all that is asked for. `token_id` has it: a grammar that allows this one need not
+        be asked which others it allows."""
+        if self.grammar is None:
+            return self.is_argmax
+        return self.is_masked_argmax and self.grammar.allows(token_id)
+
     @property
     def is_raw_draw(self) -> bool:
         """Nothing but a token drawn from the raw logits, in float32."""
@@ -135,7 +142,9 @@ class Sampler:
         highest, best_ids, drawn = flat[:num_rows], flat[num_rows : 2 * num_rows], flat[2 * num_rows :]
         if not all(map(math.isfinite, highest)):
             raise EngineError(f"expected finite logits but the rows' maxima are {highest}")
-        found = {index: int(best_ids[index]) for index, row in enumerate(rows) if row.is_argmax}
+        found = {
+            index: int(best_ids[index]) for index, row in enumerate(rows) if row.is_best(int(best_ids[index]))
+        }
         return found | {index: int(token_id) for index, token_id in zip(raw, drawn, strict=True)}
 
     def _draw(self, logits: NDArray[np.float32], row: SamplingRow) -> Token:

@@ -204,6 +204,11 @@ def test_a_grammar_bars_what_it_does_not_know_and_the_end_before_its_time() -> N
     assert grammar_draw("ab+", "ab", ord("b")) == ord("b")
 
 
+def test_a_best_token_that_the_grammar_allows_needs_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Sampler, "_grammar_mask")
+    assert grammar_draw("a[b-d]+", "ab", ord("c")) == ord("c")
+
+
 def test_a_grammar_outranks_every_other_mask() -> None:
     assert grammar_draw("ab+", "", 0, allowed_token_ids=(ord("b"),)) == ord("a")
     assert grammar_draw("ab", "ab", 0, min_tokens=9) == EOS

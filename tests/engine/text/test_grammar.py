@@ -160,3 +160,21 @@ def test_a_model_without_a_tokenizer_says_so() -> None:
 
     with pytest.raises(EngineError, match="tokenizer"):
         LazyGrammars(load).behind(regex_grammar("a"), [])
+
+
+@pytest.mark.parametrize(
+    ("source", "output"),
+    [(json_grammar({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}), '{"a": 17}'),
+     (regex_grammar("[a-d]+é?"), "abcdé")],
+)  # fmt: skip
+def test_one_token_is_judged_as_by_the_whole_mask(source: str, output: str) -> None:
+    state = Grammars(TEXT).compile(source)
+    for byte in output.encode():
+        mask = state.allowed()
+        assert [state.allows(token_id) for token_id in range(-1, TEXT.vocab_size + 1)] == [
+            False,
+            *mask,
+            False,
+        ]
+        state.advance(byte)
+    assert state.error is None
