@@ -73,8 +73,8 @@ class SamplingRow:
         return self.params.temperature == 0.0 and self.params.num_logprobs is None and self.is_plain
 
     def is_best(self, token_id: int) -> bool:
-        """Whether the best raw logit is all that is asked for. `token_id` has it: a grammar that allows this one need not
-        be asked which others it allows."""
+        """Whether the best raw logit, that of `token_id`, is the answer. A grammar that allows this token need not be
+        asked which others it allows."""
         if self.grammar is None:
             return self.is_argmax
         return self.is_masked_argmax and self.grammar.allows(token_id)
