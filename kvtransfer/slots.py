@@ -31,22 +31,32 @@ QUARANTINE_GRACE_S = 1.0
 FlowKey = tuple[int, str]  # connection number, handoff id ("" is the connection's self-test)
 
 
+class _Cuts:
+    """The first bytes of slots, kept: pieces are mostly of one size, and a cut costs as much as a message."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def first(self, num_bytes: int, slot: int, whole: torch.Tensor) -> torch.Tensor:
+        """Or all of `whole`, if there are no more."""
+        known = self._known.get(slot)
+        if known is None or known[0] != num_bytes:
+            known = self._known[slot] = (num_bytes, whole[:num_bytes])
+        return known[1]
+
+
 class Arena:
     """Memory of all slots of one direction. `views` are what a transport reads or fills."""
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         self.tensors = torch.empty(num_slots, slot_bytes, dtype=torch.uint8)
         self.views = [memoryview(row.numpy()) for row in self.tensors]
-        self._cut: dict[int, torch.Tensor] = {}
+        self._rows = self.tensors.unbind()
+        self._cuts = _Cuts()
 
     def content(self, slot: int, num_bytes: int) -> torch.Tensor:
         """The first bytes of a slot."""
-        known = self._cut.get(slot)
-        if (
-            known is None or len(known) != num_bytes
-        ):  # pieces are mostly of one size, and a cut costs as much as a message
-            known = self._cut[slot] = self.tensors[slot][:num_bytes]
-        return known
+        return self._cuts.first(num_bytes, slot, self._rows[slot])
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,17 +254,12 @@ class Staging:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._tensors: dict[int, torch.Tensor] = {}
-        self._cut: dict[int, tuple[int, torch.Tensor]] = {}
+        self._cuts = _Cuts()
 
     def content(self, slot: int, num_bytes: int) -> torch.Tensor | None:
-        """The first bytes of a slot, or all if there are no more; kept as in Arena."""
-        known = self._cut.get(slot)
-        if known is None or known[0] != num_bytes:
-            whole = self.tensor(slot)
-            if whole is None:
-                return None
-            known = self._cut[slot] = (num_bytes, whole[:num_bytes])
-        return known[1]
+        """The first bytes of a slot, or all if there are no more. None: as of `tensor`."""
+        whole = self.tensor(slot)
+        return None if whole is None else self._cuts.first(num_bytes, slot, whole)
 
     def tensor(self, slot: int) -> torch.Tensor | None:
         known = self._tensors.get(slot)
