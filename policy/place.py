@@ -16,6 +16,7 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from policy.chunks import Cadence
@@ -114,7 +115,8 @@ class Placer:
         pool = self._pool(fleet.prefills, job, fleet, "decode")
         # A worker that has enough to do is no option: whoever waits for it may find a better one.
         # It is one for whoever has a prefix there, though: reading all of it elsewhere may cost more than waiting.
-        readers = [w for w in pool if w.prefill_free_s <= open_s or w.worker_id in job.held]
+        held = job.held
+        readers = [w for w in pool if w.prefill_free_s <= open_s or (held and w.worker_id in held)]
         if not readers and all(worker.prefill_free_s > open_s for worker in fleet.decodes):
             return Decision(None, "workers_busy", ())
         # Prefill workers decode before anybody is refused.
@@ -134,7 +136,9 @@ class Placer:
         ]
         if rules.can_deflect or not pool:
             free = [
-                pair for pair in roomy if pair[1].prefill_free_s <= open_s or pair[1].worker_id in job.held
+                pair
+                for pair in roomy
+                if pair[1].prefill_free_s <= open_s or (held and pair[1].worker_id in held)
             ]
             options += [
                 self._local(job, worker, gap_s, now_s)
@@ -148,8 +152,8 @@ class Placer:
         fastest = min(usable, key=_ttft, default=None)
         if fastest is not None and (fastest.ttft_s <= left_s or (job.may_be_late and left_s <= 0)):
             return Decision(fastest, "placed", tuple(options))
-        is_open = any(worker.prefill_free_s <= open_s for worker in (*readers, *fleet.decodes))
-        return Decision(None, "too_late" if options and is_open else "workers_busy", tuple(options))
+        is_open = options and any(worker.prefill_free_s <= open_s for worker in chain(readers, fleet.decodes))
+        return Decision(None, "too_late" if is_open else "workers_busy", tuple(options))
 
     def _pool(
         self, workers: list[WorkerState], job: Job, fleet: FleetView, other_role: str
