@@ -12,12 +12,9 @@ and `decode` stay strangers.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -26,20 +23,13 @@ from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 
 from contracts.config import BatonConfig, load_config
+from contracts.heap import loading
 from contracts.messages import Role
 from coordinator.addresses import is_loopback_host
-from coordinator.cluster import ClusterBackend
 from coordinator.drain import Drain
-from coordinator.fleet import Fleet
-from coordinator.flow import Flow
-from coordinator.handles import ServePool, worker_options
-from coordinator.http import make_app
-from coordinator.metrics import Metrics
+from coordinator.handles import worker_options
 from coordinator.phases import make_phases
-from coordinator.planning import Planning, make_planning, running
 from decode.server import DecodeServer
-from engine.embedded import check_model, resolve_model
-from engine.text.tokenizer import load_text
 from prefill.server import PrefillServer
 
 MAX_HTTP_REQUESTS = 100_000
@@ -47,6 +37,15 @@ MAX_HTTP_REQUESTS = 100_000
 # Serve would run the application on a thread and in an event loop of its own, and pass each chunk over to the one with
 # the socket: more time than the chunk itself takes, and no sign of a client that does not read.
 REPLICA_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
+
+
+def _own_environment() -> dict[str, Any]:
+    """Options of an actor that needs REPLICA_ENVIRONMENT; none where all of Ray has it.
+
+    NOTE: an environment of its own starts a process through a second interpreter, which imports Ray for nothing.
+    """
+    missing = {name: value for name, value in REPLICA_ENVIRONMENT.items() if os.environ.get(name) != value}
+    return {"runtime_env": {"env_vars": missing}} if missing else {}
 
 
 def build(args: Mapping[str, Any] | None = None) -> Any:
@@ -64,10 +63,7 @@ def build(args: Mapping[str, Any] | None = None) -> Any:
         )
     options = {
         "num_replicas": config.coordinator.num_replicas,
-        "ray_actor_options": {
-            "num_cpus": config.coordinator.num_cpus,
-            "runtime_env": {"env_vars": REPLICA_ENVIRONMENT},
-        },
+        "ray_actor_options": {"num_cpus": config.coordinator.num_cpus} | _own_environment(),
         "graceful_shutdown_timeout_s": config.decode.drain_timeout_s,
     }
     return _node(Coordinator, options, config, secret, decode, prefill)
@@ -107,49 +103,15 @@ class Coordinator:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve in the replica, after the constructor."""
-        config = self._config
-        model_path = resolve_model(config.model.path)
-        if config.model.adapters:
-            check_model(model_path, adapters=config.model.adapters)
-        text = load_text(model_path)
-        metrics = Metrics()
-        fleet = Fleet(config, self._secret)
-        pools: dict[Role, ServePool] = {
-            role: ServePool(
-                role, handle, partial(fleet.sync, role), hold_timeout_s=config.coordinator.request_timeout_s
-            )
-            for role, handle in self._handles.items()
-        }
+        with loading():
+            # NOTE: imported here, in the replica: whoever describes the graph needs nothing of it.
+            from coordinator.wiring import make_ingress
 
-        def hold(role: Role, replica_id: str, request_id: str) -> None:
-            pools[role].hold(replica_id, request_id)
-
-        flow = Flow(config, fleet, self._secret, hold, metrics, text.eos_ids)
-        planning = make_planning(config, fleet, metrics)
-        backend = ClusterBackend(config, fleet, flow, planning)
-        app = make_app(config, text, backend, metrics, _sees_clients(), self._drain)
-        # Serve adds x-request-id to every answer; a second one would be joined to it.
-        app.state.ids_are_told_outside = True
-        app.router.lifespan_context = partial(_lifespan, fleet, list(pools.values()), planning, self._drain)
-        return app
+            return make_ingress(self._config, self._secret, self._handles, self._drain, _sees_clients())
 
     async def drain(self, timeout_s: float) -> int:
         """For whoever stops the service (the launcher): see `Drain.drain`."""
         return await self._drain.drain(timeout_s)
-
-
-@asynccontextmanager
-async def _lifespan(
-    fleet: Fleet, pools: list[ServePool], planning: Planning | None, drain: Drain, app: FastAPI
-) -> AsyncIterator[None]:
-    """Follow the pools for as long as the replica lives."""
-    for pool in pools:
-        await pool.start()
-    async with running(planning), app.state.gateway.running(app):
-        yield
-        await drain.drain(0.0)
-    await asyncio.gather(*(pool.close() for pool in pools))
-    await fleet.close()
 
 
 def _sees_clients() -> bool:

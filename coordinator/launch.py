@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import importlib
 import json
 import logging
@@ -34,6 +33,7 @@ from typing import Any
 
 from contracts.config import BatonConfig, cache_dir, load_config
 from contracts.errors import ConfigError
+from contracts.heap import loading
 from coordinator.addresses import is_loopback_host
 from coordinator.ending import give_back, wait_lost
 from coordinator.instance import Claim, Instance, claim_port, stop
@@ -148,10 +148,8 @@ def _serve(args: argparse.Namespace, config: BatonConfig, build: Build) -> int:
     instance = claim_port(config.server.host, config.server.port)
     drain_s = None
     try:
-        gc.disable()  # all that a start loads is kept, and looking through it takes a sixth of the time of loading
-        with stages:
+        with stages, loading():
             _start(instance, args, config, build, stages)
-        gc.enable()
         drain_s = config.decode.drain_timeout_s
         _summary(instance.claim, stages)
         wait_lost(instance)

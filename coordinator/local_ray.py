@@ -30,7 +30,12 @@ RAY_ENVIRONMENT = {
     # Held calls are many and idle: with these two, each costs the coordinator less.
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    # What the coordinator wants (app.REPLICA_ENVIRONMENT), for all: a worker does not mind.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
 }
+
+# Six processes of Ray's import Ray and Serve, and nothing of that is garbage: to look for some takes a seventh of it.
+_SITECUSTOMIZE = "import gc\n\ngc.set_threshold(50_000, 10, 10)\n"
 
 
 def start_ray(run_dir: Path, config: BatonConfig) -> None:
@@ -38,7 +43,7 @@ def start_ray(run_dir: Path, config: BatonConfig) -> None:
     import ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)
-    with _fewer_processes():
+    with _fewer_processes(), _patient_python(run_dir / "python"):
         ray.init(
             address="local",
             num_cpus=_logical_cpus(config),
@@ -50,6 +55,22 @@ def start_ray(run_dir: Path, config: BatonConfig) -> None:
             # NOTE: a folder within: Ray opens its temp folder to everybody, and HAProxy's program lies beside it.
             _temp_dir=str(run_dir / "ray"),
         )
+
+
+@contextlib.contextmanager
+def _patient_python(folder: Path) -> Iterator[None]:
+    """Within, what is started and is Python looks for garbage rarely (_SITECUSTOMIZE)."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), before)))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import gc
 import logging
 import os
 import secrets
@@ -13,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING, ClassVar
 
 from contracts.config import BatonConfig
+from contracts.heap import loading
 from contracts.messages import Role, WorkerInfo
 from engine.embedded import resolve_model
 from worker.sigterm import drain_on_sigterm
@@ -31,10 +31,7 @@ class ServedWorker:
 
     async def __init__(self, config: BatonConfig, secret: bytes, phases: PhaseFactory) -> None:  # type: ignore[misc]
         log_to_stderr()
-        # What a start makes is kept. Looking for garbage among its 280,000 objects makes the imports slower by a fifth;
-        # frozen, none of it is looked at when Serve collects at the end of the start, nor later.
-        gc.disable()
-        try:
+        with loading():
             # NOTE: imported here, in the worker's own process: whoever describes the graph needs no torch.
             from worker.worker import Worker
 
@@ -51,9 +48,6 @@ class ServedWorker:
             self._loop = asyncio.get_running_loop()
             if not drain_on_sigterm(self._told_to_end):
                 logging.getLogger("baton.worker").warning("%s: SIGTERM will not drain it", worker_id)
-            gc.freeze()
-        finally:
-            gc.enable()
 
     def _told_to_end(self) -> None:
         """On the main thread."""

@@ -13,6 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,16 @@ class TextModel:
         self.eos_ids = frozenset(eos_ids)
         self.template = template
         self.sampling_defaults = sampling_defaults or {}
-        source = tokenizer.to_str()
         self._bytes, self._strips_space = _byte_table(tokenizer)
         self.special_ids = frozenset(i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special)
         self.max_token_bytes = max(map(len, self._bytes), default=1)
-        digest = hashlib.sha256(source.encode())
-        digest.update((template.source if template else "").encode())
-        self.fingerprint = digest.hexdigest()[:32]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of all that decides about tokens: 32 hexadecimal digits. The first call takes a tenth of a second."""
+        digest = hashlib.sha256(self._tokenizer.to_str().encode())
+        digest.update((self.template.source if self.template else "").encode())
+        return digest.hexdigest()[:32]
 
     @property
     def vocab_size(self) -> int:

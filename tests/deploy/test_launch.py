@@ -125,13 +125,35 @@ def test_ray_gets_room_for_all_workers_and_their_resources() -> None:
     assert local_ray._custom_resources(config) == {"decode": 40.0}
 
 
+def test_pythons_of_a_start_look_for_garbage_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/of/the/user")
+    code = "import gc, sys; print(gc.get_threshold()[0], '/of/the/user' in sys.path)"
+    with local_ray._patient_python(tmp_path / "python"):
+        told = subprocess.run(
+            [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True
+        )
+    assert told.stdout.split() == ["50000", "True"]
+    assert os.environ["PYTHONPATH"] == "/of/the/user"
+
+
+def test_a_coordinator_has_its_environment_from_ray_or_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from coordinator import app
+
+    for name in app.REPLICA_ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    assert app._own_environment() == {"runtime_env": {"env_vars": app.REPLICA_ENVIRONMENT}}
+    for name, value in local_ray.RAY_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    assert app._own_environment() == {}
+
+
 def test_starting_does_not_load_torch() -> None:
     code = "import sys, coordinator.launch, coordinator.haproxy, engine.embedded; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
 def test_the_coordinator_loads_no_database_until_one_is_asked_for() -> None:
-    code = "import sys, coordinator.app; sys.exit('sqlalchemy' in sys.modules)"
+    code = "import sys, coordinator.wiring; sys.exit('sqlalchemy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
