@@ -52,11 +52,11 @@ $(STAMP): pyproject.toml
 	-@$(PY) -m engine.kernels.native.build
 	@touch $@
 
-# Two files at a time where no test looks at the clock; what starts an instance or measures time, one after the other.
+# Two tests at a time where none looks at the clock; what starts an instance or measures time, one after the other.
 ALONE := tests/benchmarks tests/cluster tests/deploy
 
 test: setup browser clients
-	@$(PY) -m pytest -n 2 --dist loadfile $(addprefix --ignore=,$(ALONE))
+	@$(PY) -m pytest -n 2 --dist worksteal $(addprefix --ignore=,$(ALONE))
 	@$(PY) -m pytest $(ALONE)
 
 bench: setup
