@@ -311,8 +311,11 @@ async def test_a_fault_while_sending_gives_the_slot_back_and_ends_only_that_hand
         await check_delivered(good)
 
 
-async def test_no_end_is_told_while_the_link_still_reads_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or an abort could come after a Fin, with bytes under way that are somebody else's by then."""
+@pytest.mark.parametrize("is_aborted", [False, True])
+async def test_no_end_is_told_while_the_link_still_reads_the_blocks(
+    is_aborted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or bytes could be under way, behind a Fin, that are somebody else's by then."""
     async with connected(make_config()) as pair:
         held: list[StreamLink] = []
         with monkeypatch.context() as patch:
@@ -320,14 +323,18 @@ async def test_no_end_is_told_while_the_link_still_reads_the_blocks(monkeypatch:
             handoff = pair.handoff(SLOT_TOKENS)
             handoff.expect()
             outgoing = handoff.open()
-            await until(lambda: bool(held))
-            assert outgoing._plan.is_sent
+            await until(lambda: bool(held) and outgoing._has_sent_fin)
             assert pair.prefill.endpoint.num_free_send_slots == NUM_SLOTS  # it goes from where it lies
-            assert not outgoing._has_sent_fin
+            if is_aborted:
+                outgoing.abort()
+                assert await handoff.outcome() is None  # the target knows, and has let go of its blocks
+            assert not handoff.sent.done()
         (link,) = held
         link._write()
-        assert (await handoff.result()).error is None
-        assert handoff.arrived == SLOT_TOKENS
+        result = await handoff.result()
+        assert result.error is None
+        assert result.reason == ("unneeded" if is_aborted else "ok")
+        assert handoff.arrived == (0 if is_aborted else SLOT_TOKENS)
 
 
 @both
