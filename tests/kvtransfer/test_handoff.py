@@ -21,7 +21,7 @@ from contracts.errors import (
     OverloadedError,
     WorkerLostError,
 )
-from contracts.messages import HandoffState
+from contracts.messages import Data, HandoffState
 from kvtransfer import outgoing as outgoing_module
 from kvtransfer.incoming import IncomingState
 from kvtransfer.outgoing import OutgoingResult
@@ -34,6 +34,7 @@ from tests.kvtransfer.tools import (
     NUM_SLOTS,
     SLOT_TOKENS,
     STATE,
+    WAIT_S,
     Handoff,
     Pair,
     Side,
@@ -335,6 +336,34 @@ async def test_no_end_is_told_while_the_link_still_reads_the_blocks(
         assert result.error is None
         assert result.reason == ("unneeded" if is_aborted else "ok")
         assert handoff.arrived == (0 if is_aborted else SLOT_TOKENS)
+
+
+async def test_cancel_returns_when_the_copy_that_runs_on_another_thread_is_over_and_no_other_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with connected(make_config()) as pair:
+        handoff = pair.handoff(32)
+        incoming = handoff.expect()
+        incoming.open(0)
+        has_begun, may_end, events = threading.Event(), threading.Event(), list[str]()
+
+        def slow(*_: object) -> None:
+            has_begun.set()
+            assert may_end.wait(WAIT_S)
+            events.append("written")
+
+        monkeypatch.setattr(Pages, "scatter", slow)
+        num_bytes = 32 * LAYOUT.bytes_per_token
+        data, content = Data("h", 0, 0, 0, 32, num_bytes, 0), torch.zeros(num_bytes, dtype=torch.uint8)
+        copying = threading.Thread(target=incoming.store, args=(data, content))
+        copying.start()
+        assert has_begun.wait(WAIT_S)
+        threading.Timer(0.05, may_end.set).start()
+        incoming.cancel(None)
+        events.append("cancelled")
+        copying.join()
+        assert incoming.store(data, content) is True
+        assert events == ["written", "cancelled"]
 
 
 @both
