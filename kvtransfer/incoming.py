@@ -22,8 +22,9 @@ has no deadline, since prefill may have the request in line: it lasts as long as
 RELEASED gives the blocks back at once; what is QUARANTINED then are staging slots (slots.py), until their last bytes.
 `reason` says why it ended: "ok", "cancelled", "unneeded", or the code of the error.
 
-"slot only": the bytes are received into their staging slot and forgotten. Scattering is one piece of work on the event
-loop, so after `cancel` has returned nothing is written into the blocks, whatever is still under way.
+"slot only": the bytes are received into their staging slot and forgotten. Bytes are scattered where the link has
+received them, which may be a thread of its own, under a lock that every change of the state takes: so after `cancel`
+has returned nothing is written into the blocks, whatever is still under way. It waits for one copy at most.
 A callback that raises ends its own handoff (the peer gets Abort) and nothing else; so does a copy that fails.
 """
 
@@ -32,6 +33,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -94,6 +96,9 @@ OK, CANCELLED, UNNEEDED = "ok", "cancelled", "unneeded"
 Outcome = HandoffState | BatonError | None
 """What a reservation comes to: taken over, failed, or not needed, since the request has ended at the sender."""
 
+Stored = bool | HandoffError
+"""What came of a chunk: True, it is in the blocks, or nobody wants it any more; False, it is damaged; or it failed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
@@ -126,6 +131,7 @@ class Incoming:
         self.state = IncomingState.RESERVED
         self.reason = ""
         self.connection: int | None = None  # which connection's Open was accepted
+        self._writing = threading.Lock()  # held while blocks are written and while `state` changes
         self._reserved = pages
         self._pages: Pages | Fp8Target = pages
         self._on_start = on_start
@@ -163,10 +169,10 @@ class Incoming:
 
     def open(self, connection: int, is_rounded: bool = False) -> None:
         """`is_rounded`: what comes over this connection is in 8 bits."""
-        self.state = IncomingState.RECEIVING
         self.connection = connection
         if is_rounded:
             self._pages = Fp8Target(self._reserved)
+        self._become(IncomingState.RECEIVING)
         try:
             if self._on_start is not None:
                 self._on_start()
@@ -181,25 +187,38 @@ class Incoming:
         if data.num_bytes != num_bytes:
             raise ProtocolError(f"expected {num_bytes} bytes for a chunk but peer announced {data.num_bytes}")
 
-    def take(self, data: Data, content: Tensor) -> bool:
-        """Write a chunk that came into the blocks; False if it must be sent again. Only in state RECEIVING.
+    def store(self, data: Data, content: Tensor) -> Stored:
+        """Write a chunk that came into the blocks, on any thread. `stored` must be told what came of it."""
+        with self._writing:
+            if self.state is not IncomingState.RECEIVING or self.has(data.chunk):
+                return True
+            if content.numel() != data.num_bytes or (data.checksum and checksum(content) != data.checksum):
+                return False
+            try:
+                self._pages.scatter(self.reservation.block_ids, data.low, data.high, content)
+            except Exception as error:
+                logger.exception(
+                    "handoff %s: cannot store tokens [%d, %d)", data.handoff_id, data.low, data.high
+                )
+                return HandoffError(f"tokens [{data.low}, {data.high}) could not be stored: {error!r}")
+        return True
 
-        A copy that fails, for want of memory say, ends the handoff.
-        """
-        assert self.state is IncomingState.RECEIVING
-        if self._arrivals.has(data.chunk):
+    def has(self, chunk: int) -> bool:
+        """It is in the blocks already."""
+        return self._arrivals.has(chunk)
+
+    def stored(self, data: Data, result: Stored) -> bool:
+        """False if the chunk must be sent again. A copy that failed, for want of memory say, ends the handoff."""
+        if self.is_over or self.has(data.chunk):
             return True
-        if content.numel() != data.num_bytes or (data.checksum and checksum(content) != data.checksum):
+        if result is False:
             self._damaged.add(data.chunk)
             return False
         self._damaged.discard(data.chunk)
-        try:
-            self._pages.scatter(self.reservation.block_ids, data.low, data.high, content)
-        except Exception as error:
-            logger.exception("handoff %s: cannot store tokens [%d, %d)", data.handoff_id, data.low, data.high)
-            self.fail(HandoffError(f"tokens [{data.low}, {data.high}) could not be stored: {error!r}"))
-            return True
-        self._arrivals.add(data.chunk, data.low, data.high)
+        if isinstance(result, HandoffError):
+            self.fail(result)
+        else:
+            self._arrivals.add(data.chunk, data.low, data.high)
         return True
 
     def finish(self, message: Fin, num_coming: int) -> bool:
@@ -214,12 +233,13 @@ class Incoming:
                 return False
             self.fail(HandoffError(f"peer ended with {message.num_chunks} chunks but tokens are missing"))
             return False
-        self.state = IncomingState.COMMITTED
+        self._become(IncomingState.COMMITTED)
         if not self._call_on_done(message.state):
             self._release(HandoffError.code)
             self._leave(self, HandoffError("the target could not take over"))
             return False
-        self.state, self.reason = IncomingState.DELIVERED, OK
+        self.reason = OK
+        self._become(IncomingState.DELIVERED)
         self._leave(self, None)
         return True
 
@@ -237,7 +257,13 @@ class Incoming:
             self._call_on_done(None)
 
     def _release(self, reason: str) -> None:
-        self.state, self.reason = IncomingState.RELEASED, reason
+        self.reason = reason
+        self._become(IncomingState.RELEASED)
+
+    def _become(self, state: IncomingState) -> None:
+        """NOTE: without the lock, a copy that has just looked at the state would write into blocks of somebody else."""
+        with self._writing:
+            self.state = state
 
     def _call_on_done(self, result: Outcome) -> bool:
         try:

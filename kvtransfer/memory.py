@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from typing import TypeVar
 
-from kvtransfer.transport import Link, LinkClosed, Op, TransferTruncated
+from kvtransfer.transport import Link, LinkClosed, OnBytes, Op, TransferTruncated
+
+_What = TypeVar("_What")
 
 _numbers = itertools.count()
 _listening: dict[str, MemoryTransport] = {}
@@ -19,7 +22,7 @@ class MemoryLink:
 
     def __init__(self) -> None:
         self._other: MemoryLink = self
-        self._posted: dict[int, tuple[memoryview, Op]] = {}
+        self._posted: dict[int, tuple[tuple[memoryview, OnBytes | None], Op]] = {}
         self._sending: dict[int, tuple[memoryview, Op]] = {}
         self._is_closed = False
 
@@ -29,8 +32,8 @@ class MemoryLink:
         left._other, right._other = right, left
         return left, right
 
-    def post_recv(self, tag: int, buffer: memoryview) -> Op:
-        op = self._put(self._posted, tag, buffer)
+    def post_recv(self, tag: int, buffer: memoryview, on_bytes: OnBytes | None = None) -> Op:
+        op = self._put(self._posted, tag, (buffer, on_bytes))
         self._other._match(tag)
         return op
 
@@ -46,20 +49,20 @@ class MemoryLink:
         for end in (self, self._other):
             end._end()
 
-    def _put(self, table: dict[int, tuple[memoryview, Op]], tag: int, buffer: memoryview) -> Op:
+    def _put(self, table: dict[int, tuple[_What, Op]], tag: int, what: _What) -> Op:
         op = Op()
         if self._is_closed:
             op.fail(LinkClosed("link is closed"))
         else:
             assert tag not in table, f"tag {tag} is in use"
-            table[tag] = (buffer, op)
+            table[tag] = (what, op)
         return op
 
     def _match(self, tag: int) -> None:
         if tag not in self._sending or tag not in self._other._posted:
             return
         source, sent = self._sending.pop(tag)
-        target, received = self._other._posted.pop(tag)
+        (target, on_bytes), received = self._other._posted.pop(tag)
         sent.finish(len(source))
         if len(source) > len(target):
             received.fail(
@@ -67,14 +70,16 @@ class MemoryLink:
             )
             return
         target[: len(source)] = source
+        if on_bytes is not None:
+            on_bytes(len(source))
         received.finish(len(source))
 
     def _end(self) -> None:
         self._is_closed = True
-        for table in (self._posted, self._sending):
-            for _buffer, op in table.values():
-                op.fail(LinkClosed("link is closed"))
-            table.clear()
+        for _what, op in (*self._posted.values(), *self._sending.values()):
+            op.fail(LinkClosed("link is closed"))
+        self._posted.clear()
+        self._sending.clear()
 
 
 class MemoryTransport:

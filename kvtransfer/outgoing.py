@@ -5,8 +5,8 @@
 
     event              OPENING/STREAMING                  FINISHING          DONE
     ready              cut chunks, Want                   -                  ignored
-    Grant              gather + send, one per credit      -                  ignored: Abort gives the slots back
-                       link has the last one: Fin
+    Grant              gather + send, one per credit;     -                  ignored: Abort gives the slots back
+                       Fin right behind the last one
     ChunkDone ok       next                               -                  ignored
     ChunkDone bad      send again, then fail              the same           ignored
     Abort              fail, AbortOk                      fail, AbortOk      AbortOk
@@ -15,9 +15,8 @@ A migration is a handoff whose end is not known when it begins: the request is d
 all full blocks are at the target; then the request pauses, and `finish` tells how many tokens there are.
 
 A chunk is gathered in one piece on the event loop, into a slot; or, where it lies in one piece anyway, sent straight
-from its blocks. DONE may follow at once in any state all the same: Fin goes only when the link has let go of the last
-chunk, so what is still read from blocks after `on_done` belongs to a handoff without a Fin, which the peer never takes
-over: it has those bytes in a staging slot, or in blocks that it is about to free. What goes again after Fin is copied.
+from its blocks. DONE follows at once in any state, `on_done` when the link has let go of the blocks as well: the peer
+gets nothing but what was computed, and whoever owns the blocks may reuse them from `on_done` on.
 """
 
 from __future__ import annotations
@@ -28,19 +27,18 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from contracts.blocks import KvLayout
 from contracts.errors import BatonError, DeadlineError, HandoffError, WorkerLostError, to_wire
 from contracts.messages import Abort, ChunkDone, Data, Fin, HandoffState, Message, Open, Want
 from contracts.ticket import Ticket
-from kvtransfer.fp8 import Fp8Source
 from kvtransfer.incoming import OK, UNNEEDED
-from kvtransfer.pages import Pages, checksum
+from kvtransfer.pages import checksum
 from kvtransfer.plan import Chunk, ChunkPlan, tokens_per_chunk
-from kvtransfer.reshard import Reshard
 from kvtransfer.slots import SendSlots, Staging
 from kvtransfer.transport import Link, Op
 
@@ -48,10 +46,22 @@ logger = logging.getLogger("baton.kvtransfer")
 
 _Argument = TypeVar("_Argument")
 
-Source = Pages | Reshard | Fp8Source
-"""A sender's blocks, as its peer wants them."""
-
 MAX_SENDING = 2  # slots gathered ahead of the link, so that other handoffs find some
+
+
+class Source(Protocol):
+    """A sender's blocks, as its peer wants them: tokens [low, high) of the sequence that is held in `block_ids`."""
+
+    layout: KvLayout
+
+    def num_bytes(self, low: int, high: int) -> int:
+        """What they have on the wire."""
+
+    def in_place(self, block_ids: Sequence[int], low: int, high: int) -> memoryview | None:
+        """What `gather` would copy, if it lies in memory in one piece just so."""
+
+    def gather(self, block_ids: Sequence[int], low: int, high: int, out: Tensor) -> None:
+        """Into the first bytes of `out` (uint8)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +127,7 @@ class Outgoing:
         self._num_asked = 0
         self._num_sending = self._num_in_slots = 0
         self._is_opened = self._has_sent_fin = self._is_done = self._is_pumping = False
+        self._result: OutgoingResult | None = None  # for `on_done`, when the link lets go
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = math.inf
         if isinstance(route, BatonError):
@@ -215,12 +226,7 @@ class Outgoing:
             if not self._tell(Want(self.handoff_id, self._plan.num_wanted)):
                 return
             self._num_asked = self._plan.num_wanted
-        if (
-            self._state is not None
-            and self._plan.is_sent
-            and not self._has_sent_fin
-            and not self._num_sending
-        ):
+        if self._state is not None and self._plan.is_sent and not self._has_sent_fin:
             if not self._tell(Fin(self.handoff_id, self._plan.num_chunks, self._state)):
                 return
             self._has_sent_fin = True
@@ -263,7 +269,7 @@ class Outgoing:
         if staged is not None:
             return _Place(staged)
         in_blocks = route.pages.in_place(self._block_ids, chunk.low, chunk.high)
-        if in_blocks is not None and not self._has_sent_fin:
+        if in_blocks is not None:
             return _Place(None, in_blocks)
         if self._num_in_slots >= MAX_SENDING:
             route.slots.pass_on()
@@ -319,9 +325,9 @@ class Outgoing:
         if error is None:
             self._num_bytes += num_bytes
             self._pump_soon()
-            self._advance()
         else:
             self._abort(WorkerLostError(f"data link to {self._ticket.target_id} failed: {error}"))
+        self._tell_result()
 
     def _tell(self, message: Message) -> bool:
         try:
@@ -360,5 +366,11 @@ class Outgoing:
         exposed_s = now_s - self._finished_s if self._finished_s else 0.0
         hidden_s = max((self._finished_s or now_s) - self._begun_s, 0.0) if self._begun_s else 0.0
         reason = reason if error is None else error.code
-        result = OutgoingResult(self._num_bytes, exposed_s, error, hidden_s, reason)
-        self._loop.call_soon(self._on_done, result)
+        self._result = OutgoingResult(self._num_bytes, exposed_s, error, hidden_s, reason)
+        self._loop.call_soon(self._tell_result)
+
+    def _tell_result(self) -> None:
+        """Once: it is over, and no block is read any more."""
+        if self._result is not None and not self._num_sending:
+            result, self._result = self._result, None
+            self._on_done(replace(result, num_bytes=self._num_bytes))

@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -45,7 +45,8 @@ from contracts.messages import (
     Want,
 )
 from contracts.ticket import is_genuine
-from kvtransfer.incoming import Incoming, IncomingState, Outcome, Reservation, check_ticket
+from kvtransfer.connection import Connection
+from kvtransfer.incoming import Incoming, IncomingState, Outcome, Reservation, Stored, check_ticket
 from kvtransfer.pages import Pages, checksum
 from kvtransfer.selftest import ECHO_BYTES
 from kvtransfer.slots import Arena, Credits, FlowKey, QuarantineBudget, SlotCounts, SlotTable, Staging
@@ -56,28 +57,6 @@ logger = logging.getLogger("baton.kvtransfer")
 
 NUM_TOMBSTONES = 4096
 MAX_COPIES = 2  # chunks scattered in a row before the event loop's other work has its turn
-
-
-@dataclass(eq=False, slots=True)
-class _Connection:
-    number: int
-    channel: Channel
-    link: Link
-    staging: Staging
-    is_rounded: bool
-    receiving: dict[int, float] = field(default_factory=dict)  # slot -> deadline of its bytes
-    aborting: dict[str, float] = field(default_factory=dict)  # handoff -> deadline of AbortOk
-
-    @property
-    def source(self) -> tuple[str, int]:
-        return self.channel.peer.sender_id, self.channel.peer.incarnation
-
-    def tell(self, message: Message) -> None:
-        """NOTE: a connection that is gone is found out by its reader, not by whoever has something to say."""
-        try:
-            self.channel.send(message)
-        except WorkerLostError:
-            self.channel.abort()
 
 
 class Receiver:
@@ -102,7 +81,7 @@ class Receiver:
         self._credits = Credits(self._slots)
         self._incoming: dict[str, Incoming] = {}
         self._committed: OrderedDict[str, tuple[str, int]] = OrderedDict()  # handoff -> source
-        self._connections: dict[int, _Connection] = {}
+        self._connections: dict[int, Connection] = {}
         self._numbers = itertools.count()
         self._is_closed = False
         self.num_damaged_chunks = 0
@@ -148,7 +127,7 @@ class Receiver:
 
     async def serve(self, channel: Channel, link: Link, is_rounded: bool = False) -> None:
         """One connection, to its end. Raises what ended it. `is_rounded`: its KV comes in 8 bits (fp8.py)."""
-        connection = _Connection(next(self._numbers), channel, link, Staging(link), is_rounded)
+        connection = Connection(next(self._numbers), channel, link, Staging(link), is_rounded)
         watch_link(link, channel)
         self._connections[connection.number] = connection
         timeout_s = self._config.peer_timeout_s
@@ -179,7 +158,7 @@ class Receiver:
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
-    def _handle(self, connection: _Connection, message: Message) -> None:
+    def _handle(self, connection: Connection, message: Message) -> None:
         match message:
             case Open():
                 self._open(connection, message)
@@ -204,7 +183,7 @@ class Receiver:
             case _:
                 raise ProtocolError(f"expected a sender's message but got {type(message).__name__}")
 
-    def _open(self, connection: _Connection, message: Open) -> None:
+    def _open(self, connection: Connection, message: Open) -> None:
         ticket = message.ticket
         incoming = self._incoming.get(ticket.handoff_id)
         try:
@@ -224,7 +203,7 @@ class Receiver:
         if incoming.connection is None:
             incoming.open(connection.number, connection.is_rounded)
 
-    def _data(self, connection: _Connection, message: Data) -> None:
+    def _data(self, connection: Connection, message: Data) -> None:
         incoming = self._find(connection, message.handoff_id)
         if incoming is not None:
             try:
@@ -238,7 +217,7 @@ class Receiver:
         # Whatever became of the handoff: bytes announced for a granted slot are received, or the link would stand.
         self._receive(connection, message.slot, message)
 
-    def _fin(self, connection: _Connection, message: Fin) -> None:
+    def _fin(self, connection: Connection, message: Fin) -> None:
         handoff_id = message.handoff_id
         incoming = self._find(connection, handoff_id)
         if incoming is not None:
@@ -249,7 +228,7 @@ class Receiver:
             error = HandoffError(f"handoff {handoff_id} is not expected here (any more)")
             connection.tell(Abort(handoff_id, to_wire(error)))
 
-    def _aborted(self, connection: _Connection, message: Abort) -> None:
+    def _aborted(self, connection: Connection, message: Abort) -> None:
         key = (connection.number, message.handoff_id)
         incoming = self._find(connection, message.handoff_id)
         if incoming is not None:
@@ -263,7 +242,7 @@ class Receiver:
         connection.tell(AbortOk(message.handoff_id))
         self._hand_out()
 
-    def _finish(self, connection: _Connection, incoming: Incoming, message: Fin) -> None:
+    def _finish(self, connection: Connection, incoming: Incoming, message: Fin) -> None:
         num_coming = self._slots.num_receiving((connection.number, message.handoff_id))
         if incoming.finish(message, num_coming):
             connection.tell(Commit(message.handoff_id))
@@ -272,21 +251,32 @@ class Receiver:
 
     # --- slots ------------------------------------------------------------------------------------------------------
 
-    def _receive(self, connection: _Connection, slot: int, message: Data | Probe) -> None:
+    def _receive(self, connection: Connection, slot: int, message: Data | Probe) -> None:
         handoff_id = message.handoff_id if isinstance(message, Data) else ""
         if not self._slots.try_begin(slot, (connection.number, handoff_id)):
             logger.debug("%s: ignored data for slot %d, not granted", connection.source[0], slot)
             return
+        incoming = self._find(connection, handoff_id)
+        results: list[Stored] = []
+
+        def store(content: Tensor) -> None:
+            """On the link's thread perhaps."""
+            if incoming is not None and isinstance(message, Data):
+                results.append(incoming.store(message, content))
+
         staged = connection.staging.content(slot, message.num_bytes)
         if staged is not None:
-            self._settle(connection, slot, message, staged)
+            store(staged)
+            self._landed(connection, message, staged, results)
             return
         connection.receiving[slot] = self._clock() + self._config.progress_timeout_s
-        op = connection.link.post_recv(slot, self._arena.views[slot])
-        op.final.add_done_callback(lambda _final: self._received(connection, slot, message, op))
+        op = connection.link.post_recv(
+            slot, self._arena.views[slot], lambda num_bytes: store(self._arena.content(slot, num_bytes))
+        )
+        op.final.add_done_callback(lambda _final: self._received(connection, message, op, results))
 
-    def _received(self, connection: _Connection, slot: int, message: Data | Probe, op: Op) -> None:
-        connection.receiving.pop(slot, None)
+    def _received(self, connection: Connection, message: Data | Probe, op: Op, results: list[Stored]) -> None:
+        connection.receiving.pop(message.slot, None)
         if connection.number not in self._connections:
             return  # fenced: `serve` frees the slots, after the link is closed
         error = op.final.exception()
@@ -294,28 +284,39 @@ class Receiver:
             connection.channel.abort()
             return
         num_bytes = 0 if error is not None else op.final.result()
-        self._settle(connection, slot, message, self._arena.content(slot, num_bytes))
+        self._landed(connection, message, self._arena.content(message.slot, num_bytes), results)
 
-    def _settle(self, connection: _Connection, slot: int, message: Data | Probe, content: Tensor) -> None:
-        """The bytes are here: look at them, answer, free the slot."""
+    def _landed(
+        self, connection: Connection, message: Data | Probe, content: Tensor, results: list[Stored]
+    ) -> None:
+        """`results`: what came of a chunk that was wanted; none of one that was not, or was too long."""
         if isinstance(message, Probe):
-            is_ok = content.numel() == message.num_bytes and checksum(content) == message.checksum
-            if is_ok and message.num_bytes <= ECHO_BYTES:
-                self._echo(connection, slot, content)
-                return
-            connection.tell(ProbeDone(slot, is_ok))
-            self._slots.finish(slot)
-            self._hand_out()
-        elif (incoming := self._find(connection, message.handoff_id)) is not None:
-            is_ok = incoming.take(message, content)
-            self.num_damaged_chunks += not is_ok
-            self._slots.finish(slot)
-            self._answer(connection, incoming, ChunkDone(message.handoff_id, message.chunk, slot, is_ok))
+            self._probed(connection, message, content)
         else:
-            self._slots.finish(slot)
-            self._hand_out()
+            self._stored(connection, message, results[0] if results else False)
 
-    def _answer(self, connection: _Connection, incoming: Incoming, done: ChunkDone) -> None:
+    def _probed(self, connection: Connection, message: Probe, content: Tensor) -> None:
+        """The bytes are here: look at them, answer, free the slot."""
+        is_ok = content.numel() == message.num_bytes and checksum(content) == message.checksum
+        if is_ok and message.num_bytes <= ECHO_BYTES:
+            self._echo(connection, message.slot, content)
+            return
+        connection.tell(ProbeDone(message.slot, is_ok))
+        self._slots.finish(message.slot)
+        self._hand_out()
+
+    def _stored(self, connection: Connection, message: Data, result: Stored) -> None:
+        """The bytes are in their blocks, if anybody wanted them: answer, free the slot."""
+        self._slots.finish(message.slot)
+        incoming = self._find(connection, message.handoff_id)
+        if incoming is None:
+            self._hand_out()
+            return
+        is_ok = incoming.stored(message, result)
+        self.num_damaged_chunks += not is_ok
+        self._answer(connection, incoming, ChunkDone(message.handoff_id, message.chunk, message.slot, is_ok))
+
+    def _answer(self, connection: Connection, incoming: Incoming, done: ChunkDone) -> None:
         """With the slots that are this handoff's turn now; Commit is answer enough for the last chunk."""
         if done.is_ok and incoming.fin is not None and not incoming.is_over:
             self._finish(connection, incoming, incoming.fin)
@@ -325,7 +326,7 @@ class Receiver:
             connection.tell(replace(done, granted=granted))
         self._grant(given)
 
-    def _echo(self, connection: _Connection, slot: int, content: Tensor) -> None:
+    def _echo(self, connection: Connection, slot: int, content: Tensor) -> None:
         """Send the probe's bytes back; the slot is free when they are gone."""
         connection.receiving[slot] = self._clock() + self._config.progress_timeout_s
         op = connection.link.send(slot, content.numpy().data)
@@ -371,18 +372,18 @@ class Receiver:
         if self._slots.quarantine(key) and told is not None:
             connection.aborting[handoff_id] = self._clock() + self._config.progress_timeout_s
 
-    def _find(self, connection: _Connection, handoff_id: str) -> Incoming | None:
+    def _find(self, connection: Connection, handoff_id: str) -> Incoming | None:
         incoming = self._incoming.get(handoff_id)
         return incoming if incoming is not None and incoming.connection == connection.number else None
 
-    def _fail_all(self, connection: _Connection) -> None:
+    def _fail_all(self, connection: Connection) -> None:
         self._credits.drop_peer(connection.number)
         error = WorkerLostError(f"{connection.source[0]} was lost during the handoff")
         for incoming in list(self._incoming.values()):
             if incoming.connection == connection.number:
                 incoming.fail(error, tell_peer=False)
 
-    def _look(self, connection: _Connection) -> None:
+    def _look(self, connection: Connection) -> None:
         """Fence a peer that talks but neither sends what it announced nor lets go of what it was granted.
 
         One that said Fin and does not send again what was asked for loses that handoff only.
@@ -391,7 +392,6 @@ class Receiver:
         for incoming in list(self._incoming.values()):
             if incoming.connection == connection.number and incoming.fin_deadline_s < now_s:
                 incoming.fail(DeadlineError("the peer ended the handoff but its last bytes did not come"))
-        deadlines = (*connection.receiving.values(), *connection.aborting.values())
-        if deadlines and min(deadlines) < now_s:
+        if connection.is_overdue(now_s):
             logger.warning("%s: announced data or an answer to an abort is overdue", connection.source[0])
             connection.channel.abort()

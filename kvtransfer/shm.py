@@ -27,7 +27,7 @@ from contracts.errors import ConfigError
 from kvtransfer.door import Door, closing_on_error
 from kvtransfer.doorman import MAX_UNBOUND
 from kvtransfer.stream import StreamLink
-from kvtransfer.transport import Link, LinkClosed, Op
+from kvtransfer.transport import Link, LinkClosed, OnBytes, Op
 
 MAX_AREA_BYTES = 64 << 30  # of one link: what a peer may make us map
 
@@ -92,8 +92,8 @@ class ShmLink:
             return None
         return self._area.slots[tag]
 
-    def post_recv(self, tag: int, buffer: memoryview) -> Op:
-        return self._stream.post_recv(tag, buffer)
+    def post_recv(self, tag: int, buffer: memoryview, on_bytes: OnBytes | None = None) -> Op:
+        return self._stream.post_recv(tag, buffer, on_bytes)
 
     def send(self, tag: int, buffer: memoryview) -> Op:
         return self._stream.send(tag, buffer)

@@ -23,8 +23,8 @@ import torch
 
 from kvtransfer.transport import Link
 
-WINDOW = 2
-"""Slots of one flow at a time: one is filled while the other is emptied. More leave the CPU's cache, and are slower."""
+WINDOW = 4
+"""Slots of one flow at a time: what is under way while the word that a slot is free again goes back and forth."""
 
 QUARANTINE_GRACE_S = 1.0
 

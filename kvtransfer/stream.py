@@ -21,7 +21,7 @@ import struct
 from collections import deque
 from collections.abc import Callable
 
-from kvtransfer.transport import LinkClosed, Op, TransferTruncated
+from kvtransfer.transport import LinkClosed, OnBytes, Op, TransferTruncated
 
 logger = logging.getLogger("baton.kvtransfer")
 
@@ -37,7 +37,7 @@ class StreamLink:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._loop = asyncio.get_running_loop()
-        self._posted: dict[int, tuple[memoryview, Op]] = {}
+        self._posted: dict[int, tuple[memoryview, Op, OnBytes | None]] = {}
         self._outbox: deque[tuple[int, memoryview, Op]] = deque()
         self._num_sent = 0  # bytes of the first message in the outbox, header included
         self._is_writing = False
@@ -50,13 +50,13 @@ class StreamLink:
         self._hangup: _Hangup | None = None
         self._loop.add_reader(sock.fileno(), self._read)
 
-    def post_recv(self, tag: int, buffer: memoryview) -> Op:
+    def post_recv(self, tag: int, buffer: memoryview, on_bytes: OnBytes | None = None) -> Op:
         op = Op()
         if self._is_ended:
             op.fail(LinkClosed("link is closed"))
             return op
         assert tag not in self._posted, f"tag {tag} is in use"
-        self._posted[tag] = (buffer, op)
+        self._posted[tag] = (buffer, op, on_bytes)
         if self._hangup is not None and self._message is not None and self._message[0] == tag:
             self._hangup.close()
             self._hangup = None
@@ -120,7 +120,7 @@ class StreamLink:
 
     def _begin(self, tag: int, length: int) -> None:
         """The payload, into its buffer or, if it is too long, nowhere."""
-        buffer, _op = self._posted[tag]
+        buffer = self._posted[tag][0]
         if length <= len(buffer):
             self._aim(buffer[:length])
         else:
@@ -130,10 +130,12 @@ class StreamLink:
             self._finish(tag, length)
 
     def _finish(self, tag: int, length: int) -> None:
-        buffer, op = self._posted.pop(tag)
+        buffer, op, on_bytes = self._posted.pop(tag)
         if self._num_scrap:
             op.fail(TransferTruncated(f"expected at most {len(buffer)} bytes but peer sent {length}"))
         else:
+            if on_bytes is not None:
+                on_bytes(length)
             op.finish(length)
         self._message, self._num_scrap = None, 0
         self._aim(self._header)
@@ -198,7 +200,7 @@ class StreamLink:
         self._loop.remove_writer(self._sock.fileno())
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        for _buffer, op in self._posted.values():
+        for _buffer, op, _on_bytes in self._posted.values():
             op.fail(LinkClosed("data link ended"))
         for _tag, _buffer, op in self._outbox:
             op.fail(LinkClosed("data link ended"))

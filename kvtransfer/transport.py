@@ -19,11 +19,14 @@ slot is the dialler's (who got it as a credit); from then on the listener's, unt
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 from contracts.errors import HandoffError
 
 TOKEN_BYTES = 16
+
+OnBytes = Callable[[int], None]
 
 
 class LinkClosed(HandoffError):
@@ -64,8 +67,12 @@ class Link(Protocol):
     A message whose tag nobody has posted yet waits, and may hold up those behind it.
     """
 
-    def post_recv(self, tag: int, buffer: memoryview) -> Op:
-        """Take the message `tag` into `buffer`; it may be shorter. Fails with LinkClosed or TransferTruncated."""
+    def post_recv(self, tag: int, buffer: memoryview, on_bytes: OnBytes | None = None) -> Op:
+        """Take the message `tag` into `buffer`; it may be shorter. Fails with LinkClosed or TransferTruncated.
+
+        `on_bytes(num_bytes)` is called when they are there, before `final`, where they came: on the event loop or on
+        the link's own thread, while they are in that core's cache. It must not raise.
+        """
 
     def send(self, tag: int, buffer: memoryview) -> Op:
         """Send all of `buffer` as message `tag`. Final means that the buffer is ours again, not that it arrived."""

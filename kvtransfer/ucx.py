@@ -30,7 +30,7 @@ from typing import Any
 from contracts.errors import ConfigError
 from kvtransfer.doorman import UNBOUND_TIMEOUT_S, Doorman
 from kvtransfer.tcp import split_address
-from kvtransfer.transport import TOKEN_BYTES, Link, LinkClosed, Op, TransferTruncated
+from kvtransfer.transport import TOKEN_BYTES, Link, LinkClosed, OnBytes, Op, TransferTruncated
 from kvtransfer.ucx_engine import UcxEngine
 
 logger = logging.getLogger("baton.kvtransfer")
@@ -95,8 +95,8 @@ class UcxLink:
     def staging(self, tag: int) -> memoryview | None:
         return None
 
-    def post_recv(self, tag: int, buffer: memoryview) -> Op:
-        return self._begin(_Transfer(self, buffer, "tag_recv", self._receive_base, tag))
+    def post_recv(self, tag: int, buffer: memoryview, on_bytes: OnBytes | None = None) -> Op:
+        return self._begin(_Transfer(self, buffer, "tag_recv", self._receive_base, tag, on_bytes))
 
     def send(self, tag: int, buffer: memoryview) -> Op:
         return self._begin(_Transfer(self, buffer, "tag_send", self._send_base, tag))
@@ -158,12 +158,21 @@ class UcxLink:
 class _Transfer:
     """One message under way: two requests of UCX, one Op. All but the making runs on the engine thread."""
 
-    def __init__(self, link: UcxLink, buffer: memoryview, method: str, base: int, tag: int) -> None:
+    def __init__(
+        self,
+        link: UcxLink,
+        buffer: memoryview,
+        method: str,
+        base: int,
+        tag: int,
+        on_bytes: OnBytes | None = None,
+    ) -> None:
         assert 0 <= tag <= MAX_TAG, f"tag {tag} has more than 22 bits"
         self.op = Op()
         self._link = link
         self._buffer = buffer
         self._method = method
+        self._on_bytes = on_bytes
         self._tag = base | tag
         self._length = array.array("Q", [len(buffer)])
         self._num_left = 0
@@ -194,6 +203,8 @@ class _Transfer:
         self._num_left -= 1
         if self._num_left:
             return
+        if self._on_bytes is not None and self._error is None:
+            self._on_bytes(self._length[0])
         link = self._link
         link._num_open -= 1
         link._ucx.engine.tell(self._finish)

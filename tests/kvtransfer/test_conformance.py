@@ -45,6 +45,37 @@ async def test_messages_find_their_tag_in_any_order_of_posting(make: Callable[[]
         assert [bytes(buffer) for buffer in buffers] == [bytes([tag] * 8) for tag in range(5)]
 
 
+async def test_whoever_waits_for_the_bytes_gets_them_before_the_end_is_told(
+    make: Callable[[], Transport],
+) -> None:
+    async with linked(make) as (near, far):
+        told: list[tuple[int, bytes, bool]] = []
+        buffer = view(100)
+
+        def on_bytes(num_bytes: int) -> None:
+            told.append((num_bytes, bytes(buffer[:num_bytes]), received.final.done()))
+
+        received = far.post_recv(1, buffer, on_bytes)
+        near.send(1, view(10, 9))
+        assert await received.wait() == 10
+        assert told == [(10, bytes([9] * 10), False)]
+
+
+async def test_nobody_is_told_of_bytes_that_were_too_many_or_did_not_come(
+    make: Callable[[], Transport],
+) -> None:
+    async with linked(make) as (near, far):
+        told: list[int] = []
+        too_many, never = far.post_recv(1, view(10), told.append), far.post_recv(2, view(10), told.append)
+        near.send(1, view(200_000, 9))
+        with pytest.raises(TransferTruncated):
+            await too_many.wait()
+        await far.close()
+        with pytest.raises(LinkClosed):
+            await never.wait()
+        assert told == []
+
+
 async def test_a_shorter_message_is_taken_and_its_length_told(make: Callable[[], Transport]) -> None:
     async with linked(make) as (near, far):
         buffer = view(100)

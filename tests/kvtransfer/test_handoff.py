@@ -21,7 +21,7 @@ from contracts.errors import (
     OverloadedError,
     WorkerLostError,
 )
-from contracts.messages import HandoffState
+from contracts.messages import Data, HandoffState
 from kvtransfer import outgoing as outgoing_module
 from kvtransfer.incoming import IncomingState
 from kvtransfer.outgoing import OutgoingResult
@@ -34,6 +34,7 @@ from tests.kvtransfer.tools import (
     NUM_SLOTS,
     SLOT_TOKENS,
     STATE,
+    WAIT_S,
     Handoff,
     Pair,
     Side,
@@ -311,8 +312,11 @@ async def test_a_fault_while_sending_gives_the_slot_back_and_ends_only_that_hand
         await check_delivered(good)
 
 
-async def test_no_end_is_told_while_the_link_still_reads_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or an abort could come after a Fin, with bytes under way that are somebody else's by then."""
+@pytest.mark.parametrize("is_aborted", [False, True])
+async def test_no_end_is_told_while_the_link_still_reads_the_blocks(
+    is_aborted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or bytes could be under way, behind a Fin, that are somebody else's by then."""
     async with connected(make_config()) as pair:
         held: list[StreamLink] = []
         with monkeypatch.context() as patch:
@@ -320,14 +324,46 @@ async def test_no_end_is_told_while_the_link_still_reads_the_blocks(monkeypatch:
             handoff = pair.handoff(SLOT_TOKENS)
             handoff.expect()
             outgoing = handoff.open()
-            await until(lambda: bool(held))
-            assert outgoing._plan.is_sent
+            await until(lambda: bool(held) and outgoing._has_sent_fin)
             assert pair.prefill.endpoint.num_free_send_slots == NUM_SLOTS  # it goes from where it lies
-            assert not outgoing._has_sent_fin
+            if is_aborted:
+                outgoing.abort()
+                assert await handoff.outcome() is None  # the target knows, and has let go of its blocks
+            assert not handoff.sent.done()
         (link,) = held
         link._write()
-        assert (await handoff.result()).error is None
-        assert handoff.arrived == SLOT_TOKENS
+        result = await handoff.result()
+        assert result.error is None
+        assert result.reason == ("unneeded" if is_aborted else "ok")
+        assert handoff.arrived == (0 if is_aborted else SLOT_TOKENS)
+
+
+async def test_cancel_returns_when_the_copy_that_runs_on_another_thread_is_over_and_no_other_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with connected(make_config()) as pair:
+        handoff = pair.handoff(32)
+        incoming = handoff.expect()
+        incoming.open(0)
+        has_begun, may_end, events = threading.Event(), threading.Event(), list[str]()
+
+        def slow(*_: object) -> None:
+            has_begun.set()
+            assert may_end.wait(WAIT_S)
+            events.append("written")
+
+        monkeypatch.setattr(Pages, "scatter", slow)
+        num_bytes = 32 * LAYOUT.bytes_per_token
+        data, content = Data("h", 0, 0, 0, 32, num_bytes, 0), torch.zeros(num_bytes, dtype=torch.uint8)
+        copying = threading.Thread(target=incoming.store, args=(data, content))
+        copying.start()
+        assert has_begun.wait(WAIT_S)
+        threading.Timer(0.05, may_end.set).start()
+        incoming.cancel(None)
+        events.append("cancelled")
+        copying.join()
+        assert incoming.store(data, content) is True
+        assert events == ["written", "cancelled"]
 
 
 @both

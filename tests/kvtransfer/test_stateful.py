@@ -24,7 +24,7 @@ from engine.blocks import BlockPool, Hold, HoldState
 from kvtransfer.incoming import Incoming, Outcome
 from kvtransfer.pages import Pages, checksum
 from kvtransfer.receiver import Receiver, Reservation
-from kvtransfer.transport import Link, LinkClosed, Op
+from kvtransfer.transport import Link, LinkClosed, OnBytes, Op
 from tests.kvtransfer.tools import SECRET, STATE, make_config
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=4, dtype="float32")
@@ -38,16 +38,16 @@ class FakeLink:
     """Bytes come when the test says so; a closed link touches no buffer any more."""
 
     def __init__(self) -> None:
-        self.posted: dict[int, tuple[memoryview, Op]] = {}
+        self.posted: dict[int, tuple[memoryview, Op, OnBytes | None]] = {}
         self.is_closed = False
 
-    def post_recv(self, tag: int, buffer: memoryview) -> Op:
+    def post_recv(self, tag: int, buffer: memoryview, on_bytes: OnBytes | None = None) -> Op:
         op = Op()
         if self.is_closed:
             op.fail(LinkClosed("closed"))
         else:
             assert tag not in self.posted
-            self.posted[tag] = (buffer, op)
+            self.posted[tag] = (buffer, op, on_bytes)
         return op
 
     def send(self, tag: int, buffer: memoryview) -> Op:
@@ -57,13 +57,15 @@ class FakeLink:
         return None
 
     def arrive(self, tag: int, content: bytes) -> None:
-        buffer, op = self.posted.pop(tag)
+        buffer, op, on_bytes = self.posted.pop(tag)
         buffer[: len(content)] = content
+        if on_bytes is not None:
+            on_bytes(len(content))
         op.finish(len(content))
 
     async def close(self) -> None:
         self.is_closed = True
-        for _buffer, op in self.posted.values():
+        for _buffer, op, _on_bytes in self.posted.values():
             op.fail(LinkClosed("closed"))
         self.posted.clear()
 
