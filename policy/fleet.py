@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from contracts.roles import RoleLabel
@@ -89,12 +89,25 @@ def sample(workers: list[WorkerState], limit: int, rng: random.Random) -> list[W
     """
     size = len(workers)
     if size < 2:
-        return workers
+        return workers[:]
     start = int(rng.random() * size)
     if size <= limit:
         return workers[start:] + workers[:start]
+    return list(drawn(workers, limit, rng))
+
+
+def drawn(workers: list[WorkerState], limit: int, rng: random.Random) -> Iterator[WorkerState]:
+    """Up to `limit` random ones, nobody twice."""
+    size = len(workers)
+    if not size:
+        return
+    position = int(rng.random() * size)
     # A stride without a common factor visits no worker twice.
     stride = 1 + int(rng.random() * (size - 1))
     while math.gcd(stride, size) != 1:
         stride = stride % (size - 1) + 1
-    return [workers[(start + i * stride) % size] for i in range(limit)]
+    for _ in range(min(limit, size)):
+        yield workers[position]
+        position += stride
+        if position >= size:
+            position -= size
