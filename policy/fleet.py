@@ -83,21 +83,10 @@ class FleetView:
         return num_new
 
 
-def sample(workers: list[WorkerState], limit: int, rng: random.Random) -> list[WorkerState]:
-    """All of a small pool from a random one on, `limit` random ones of a large pool. Whoever takes the first of equals
-    from it breaks ties at random; the best of 6 random workers is close to the best of all (Mitzenmacher, 2001).
-    """
-    size = len(workers)
-    if size < 2:
-        return workers[:]
-    start = int(rng.random() * size)
-    if size <= limit:
-        return workers[start:] + workers[:start]
-    return list(drawn(workers, limit, rng))
-
-
 def drawn(workers: list[WorkerState], limit: int, rng: random.Random) -> Iterator[WorkerState]:
-    """Up to `limit` random ones, nobody twice."""
+    """Up to `limit` of them in a random order, nobody twice: whoever takes the first of equals breaks ties at random,
+    and the best of a few is close to the best of all (Mitzenmacher, 2001).
+    """
     size = len(workers)
     if not size:
         return

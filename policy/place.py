@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Literal, NamedTuple
 
-from contracts.roles import RoleLabel
 from policy.chunks import Cadence
-from policy.fleet import FleetView, WorkerState, drawn, sample
+from policy.fleet import FleetView, WorkerState, drawn
 from policy.link_model import LinkModel
 
 _NO_TIME = "its streams leave no time"
@@ -81,10 +80,10 @@ class PlaceRules:
     """Shares are of a promise: `gap_share` is what a decode step alone may take of the token gap, `leftover_share` the
     same for batch, `ttft_share` what deadlines are made of, because predictions err. `margin`: part of the remaining
     time that counts as safe. `horizon_s`: reading that a worker may have in hand when it is given more.
-    `max_writers`: of a larger pool that are looked at, at random; of readers at least `min_readers`, and more, up to
-    `max_readers`, until `shortlist` of them take a prompt. `shortlist`: readers, and writers that read, whose options
-    are predicted, besides those that hold a prefix. `least_price`: of an idle reader's second; `wait_price`: of a
-    second of waiting for the first token, in device seconds.
+    Of a large pool at least `min_readers` or `min_writers` are looked at, at random, and more, up to `max_looks`, until
+    `shortlist` of them take a prompt. `shortlist`: readers, and writers that read, whose options are predicted, besides
+    those that hold a prefix. `least_price`: of an idle reader's second; `wait_price`: of a second of waiting for the
+    first token, in device seconds.
     """
 
     gap_share: float = 0.92
@@ -97,9 +96,9 @@ class PlaceRules:
     least_chunk: int = 32
     least_price: float = 0.2
     wait_price: float = 0.05
-    min_readers: int = 8
-    max_readers: int = 64
-    max_writers: int = 4
+    min_readers: int = 16
+    min_writers: int = 6
+    max_looks: int = 64
     shortlist: int = 2
     kv_share: float = 0.95
     bytes_per_token: int = 131072
@@ -123,7 +122,7 @@ class Placer:
         if not readers and all(worker.prefill_free_s > open_s for worker in fleet.decodes):
             return Decision(None, "workers_busy", ())
         # Prefill workers decode before anybody is refused.
-        roomy = self._with_room(job, fleet.decodes, fleet) or self._with_room(job, fleet.prefills, fleet)
+        roomy = self._with_room(job, "decode", fleet, now_s) or self._with_room(job, "prefill", fleet, now_s)
         if not roomy:
             return Decision(None, "no_decode_room", ())
         options = self._weighed(job, readers, idle_share, roomy, now_s)
@@ -151,7 +150,7 @@ class Placer:
         open_s, shortlist = now_s + rules.horizon_s, rules.shortlist
         found = []
         num_seen = num_idle = 0
-        for worker in drawn(workers, rules.max_readers, self._rng):
+        for worker in drawn(workers, rules.max_looks, self._rng):
             free_s = worker.prefill_free_s
             if free_s <= open_s:
                 found.append(worker)
@@ -163,11 +162,11 @@ class Placer:
             found.sort(key=_free)
         if held:
             found = [worker for worker in found if worker.worker_id not in held][:shortlist]
-            found += _holders(job, fleet, "decode")
+            found += _holders(job, fleet, "prefill")
         return found, num_idle / num_seen
 
     def _with_room(
-        self, job: Job, workers: list[WorkerState], fleet: FleetView
+        self, job: Job, role: Literal["prefill", "decode"], fleet: FleetView, now_s: float
     ) -> list[tuple[float, WorkerState]]:
         """(token gap with this stream added, worker) where KV and every resident's promise allow one more, the
         shortest gap first.
@@ -177,11 +176,22 @@ class Placer:
         kv_share = rules.kv_share
         context = job.prompt_tokens + job.expected_output // 2
         need = job.prompt_tokens + job.expected_output
-        found = []
-        pool = sample(workers, rules.max_writers, self._rng)
-        if job.held and len(workers) > rules.max_writers:
-            pool += [w for w in _holders(job, fleet, "prefill") if all(w is not known for known in pool)]
+        open_s = now_s + rules.horizon_s
+        found: list[tuple[float, WorkerState]] = []
+        num_seen = num_open = 0
+        workers = fleet.decodes if role == "decode" else fleet.prefills
+        pool: Iterable[WorkerState] = drawn(workers, rules.max_looks, self._rng)
+        if job.held:
+            others = (worker for worker in pool if worker.worker_id not in job.held)
+            pool = chain(_holders(job, fleet, role), others)
         for worker in pool:
+            num_seen += 1
+            is_open = worker.prefill_free_s <= open_s
+            if num_seen > rules.min_writers:
+                if num_open >= rules.shortlist:
+                    break
+                if not is_open and found:  # it could write, but what lacks is one that reads
+                    continue
             num_streams = worker.running_streams + worker.promised_streams
             if num_streams >= worker.max_streams or worker.used_tokens + need > worker.kv_tokens * kv_share:
                 continue
@@ -195,6 +205,7 @@ class Placer:
             limit_s = share * (limit_s if limit_s < own_s else own_s)
             if gap_s * model.margin <= (limit_s if limit_s < longest_s else longest_s):
                 found.append((gap_s, worker))
+                num_open += is_open
         found.sort(key=_gap)
         return found
 
@@ -309,10 +320,10 @@ class Placer:
         )
 
 
-def _holders(job: Job, fleet: FleetView, other_role: RoleLabel) -> list[WorkerState]:
-    """Workers with a prefix of the prompt that are not of `other_role`."""
+def _holders(job: Job, fleet: FleetView, role: Literal["prefill", "decode"]) -> list[WorkerState]:
+    """Workers of a role, or mixed ones, with a prefix of the prompt."""
     found = (fleet.workers.get(worker_id) for worker_id in job.held)
-    return [worker for worker in found if worker is not None and worker.is_open and worker.role != other_role]
+    return [w for w in found if w is not None and w.is_open and w.role in (role, "mixed")]
 
 
 def dispatch(option: Option, job: Job, fleet: FleetView, now_s: float) -> None:
