@@ -80,10 +80,10 @@ class PlaceRules:
     """Shares are of a promise: `gap_share` is what a decode step alone may take of the token gap, `leftover_share` the
     same for batch, `ttft_share` what deadlines are made of, because predictions err. `margin`: part of the remaining
     time that counts as safe. `horizon_s`: reading that a worker may have in hand when it is given more.
-    Of a large pool at least `min_readers` or `min_writers` are looked at, at random, and more, up to `max_looks`, until
-    `shortlist` of them take a prompt. `shortlist`: readers, and writers that read, whose options are predicted, besides
-    those that hold a prefix. `least_price`: of an idle reader's second; `wait_price`: of a second of waiting for the
-    first token, in device seconds.
+    A pool of up to `small_pool` is looked at whole; of a larger one `min_looks`, at random, and more, up to
+    `max_looks`, until `shortlist` of them take a prompt. `shortlist`: readers, and writers that read, whose options are
+    predicted, besides those that hold a prefix. `least_price`: of an idle reader's second; `wait_price`: of a second of
+    waiting for the first token, in device seconds.
     """
 
     gap_share: float = 0.92
@@ -96,8 +96,8 @@ class PlaceRules:
     least_chunk: int = 32
     least_price: float = 0.2
     wait_price: float = 0.05
-    min_readers: int = 16
-    min_writers: int = 6
+    small_pool: int = 16
+    min_looks: int = 4
     max_looks: int = 64
     shortlist: int = 2
     kv_share: float = 0.95
@@ -150,13 +150,14 @@ class Placer:
         open_s, shortlist = now_s + rules.horizon_s, rules.shortlist
         found = []
         num_seen = num_idle = 0
+        least = rules.min_looks if len(workers) > rules.small_pool else rules.small_pool
         for worker in drawn(workers, rules.max_looks, self._rng):
             free_s = worker.prefill_free_s
             if free_s <= open_s:
                 found.append(worker)
                 num_idle += free_s <= now_s
             num_seen += 1
-            if num_seen >= rules.min_readers and len(found) >= shortlist:
+            if num_seen >= least and len(found) >= shortlist:
                 break
         if len(found) > 1:
             found.sort(key=_free)
@@ -180,6 +181,7 @@ class Placer:
         found: list[tuple[float, WorkerState]] = []
         num_seen = num_open = 0
         workers = fleet.decodes if role == "decode" else fleet.prefills
+        least = rules.min_looks if len(workers) > rules.small_pool else rules.small_pool
         pool: Iterable[WorkerState] = drawn(workers, rules.max_looks, self._rng)
         if job.held:
             others = (worker for worker in pool if worker.worker_id not in job.held)
@@ -187,7 +189,7 @@ class Placer:
         for worker in pool:
             num_seen += 1
             is_open = worker.prefill_free_s <= open_s
-            if num_seen > rules.min_writers:
+            if num_seen > least:
                 if num_open >= rules.shortlist:
                     break
                 if not is_open and found:  # it could write, but what lacks is one that reads
