@@ -17,7 +17,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from benchmarks.sim.cases import Case, quick_cases, table_cases
 from benchmarks.sim.cluster import Setup
 from benchmarks.sim.devices import DEVICES
 from benchmarks.sim.experiments import baton, simulate
-from benchmarks.sim.table import checks_of, compare, fill, page_tables, redraw, rows_of
+from benchmarks.sim.table import checks_of, compare, fill, page_tables, read_cells, redraw, rows_of
 from benchmarks.sim.workloads import trace_workload
 
 MIN_SPEED = 20.0
@@ -100,10 +99,17 @@ _TABLE_COLUMNS = (
 
 
 def _table(args: argparse.Namespace) -> Result:
-    cases = table_cases([_size(text) for text in args.sizes], args.seeds, args.traces)
-    cells = fill(args.table / "cells.jsonl", cases, partial(print, flush=True), args.limit)
-    if args.page is not None:
-        redraw(args.page, "goodput", "python -m benchmarks.simulate --table", page_tables(cells))
+    file = args.table / "cells.jsonl"
+    cases = list(table_cases([_size(text) for text in args.sizes], args.seeds, args.traces))
+
+    def draw(text: str) -> None:
+        print(text, flush=True)
+        if args.page is not None:
+            tables = page_tables(read_cells(file), len(cases))
+            redraw(args.page, "goodput", "python -m benchmarks.simulate --table", tables)
+
+    cells = fill(file, cases, draw, args.limit)
+    draw(f"{len(cells)} cells in {file}")
     rows = rows_of(cells)
     _print(rows, _TABLE_COLUMNS)
     return Result("simulate-table", sorted({cell["seed"] for cell in cells}), rows, checks_of(cells))
@@ -166,7 +172,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--sizes",
         nargs="+",
-        default=["h200-70b-tp4:16", "h100-8b:16", "h200-70b-tp4:64"],
+        default=["h200-70b-tp4:16", "h200-70b-tp4:64", "h100-8b:16"],
         metavar="DEVICE:WORKERS",
         help=f"of the table; devices: {', '.join(DEVICES)}",
     )

@@ -202,10 +202,12 @@ class Predictor:
         if not writers:
             return _Weighed("no room")
         held = self._held(ask.request)
-        states = self._states(self._some(readers, held), self._some(writers, held))
+        cadence, rules = Cadence(own_itl_s), self._rules(writers[0])
+        placer = Placer(rules, self._links, self._rng)
+        states = self._states(self._some(readers, held), self._some(writers, held), placer, cadence)
         if states is None:
             return _Weighed("a worker is still learning")
-        now_s, rules = self._clock(), self._rules(writers[0])
+        now_s = self._clock()
         # Late is late: the fastest way then, not the cheapest.
         left_s = ask.left_s if ask.left_s > ask.service_s else 0.0
         job = Job(
@@ -213,12 +215,12 @@ class Predictor:
             ask.request.num_known_tokens,
             ask.num_expected,
             now_s + left_s,
-            Cadence(own_itl_s),
+            cadence,
             held,
             is_leftover=ask.is_leftover,
             may_be_late=ask.is_kept,
         )
-        decision = Placer(rules, self._links, self._rng).place(job, FleetView(states), now_s)
+        decision = placer.place(job, FleetView(states), now_s)
         busy_s = [state.backlog_s(now_s) - rules.horizon_s for state in states]
         opens_in_s = min((wait_s for wait_s in busy_s if wait_s > 0), default=math.inf)
         verdict: str = decision.verdict
@@ -288,7 +290,11 @@ class Predictor:
         )
 
     def _states(
-        self, readers: Sequence[WorkerView], writers: Sequence[WorkerView]
+        self,
+        readers: Sequence[WorkerView],
+        writers: Sequence[WorkerView],
+        placer: Placer,
+        cadence: Cadence,
     ) -> list[WorkerState] | None:
         """One for each worker; None while a kind of step is known to nobody. One that may do both does the work of its
         pool, so that prompts and answers meet no more than they must: placement has a writer read, and a reader write,
@@ -304,7 +310,12 @@ class Predictor:
             role: RoleLabel = view.home or "mixed"
             if worker_id not in reading or worker_id not in writing:
                 role = "prefill" if worker_id in reading else "decode"
-            states.append(self._state(view, role, reports[worker_id]))
+            state = self._state(view, role, reports[worker_id])
+            unread_s = placer.unread_s(state, cadence, view.num_tokens)
+            now_s = self._clock()
+            passed_s = now_s - self._reading_since.get(worker_id, now_s)
+            state.prefill_free_s = now_s + max(unread_s - passed_s, 0.0)
+            states.append(state)
         for view in readers:
             for peer_id, bytes_per_s in view.speeds:
                 pair = (view.worker_id, peer_id)
@@ -318,15 +329,10 @@ class Predictor:
         used_tokens = (view.num_blocks - view.num_available_blocks) * block_size
         model = self._model(view.worker_id, steps)
         num_streams = view.num_streams
-        now_s, backlog_s = self._clock(), 0.0
-        if view.num_tokens:
-            unread_s = model.prefill_s(view.num_tokens, 0, self._engine.max_chunk_tokens)
-            backlog_s = unread_s - (now_s - self._reading_since.get(view.worker_id, now_s))
         state = WorkerState(view.worker_id, model, role, view.num_blocks * block_size, view.max_num_seqs)
         state.running_streams = num_streams
         state.running_context = used_tokens if num_streams else 0
         state.used_tokens = used_tokens
-        state.prefill_free_s = now_s + max(backlog_s, 0.0)
         if num_streams:
             state.gap_s = view.gap_s
         return state

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from contracts.roles import RoleLabel
@@ -83,18 +83,20 @@ class FleetView:
         return num_new
 
 
-def sample(workers: list[WorkerState], limit: int, rng: random.Random) -> list[WorkerState]:
-    """All of a small pool from a random one on, `limit` random ones of a large pool. Whoever takes the first of equals
-    from it breaks ties at random; the best of 6 random workers is close to the best of all (Mitzenmacher, 2001).
+def drawn(workers: list[WorkerState], limit: int, rng: random.Random) -> Iterator[WorkerState]:
+    """Up to `limit` of them in a random order, nobody twice: whoever takes the first of equals breaks ties at random,
+    and the best of a few is close to the best of all (Mitzenmacher, 2001).
     """
     size = len(workers)
-    if size < 2:
-        return workers
-    start = int(rng.random() * size)
-    if size <= limit:
-        return workers[start:] + workers[:start]
+    if not size:
+        return
+    position = int(rng.random() * size)
     # A stride without a common factor visits no worker twice.
     stride = 1 + int(rng.random() * (size - 1))
     while math.gcd(stride, size) != 1:
         stride = stride % (size - 1) + 1
-    return [workers[(start + i * stride) % size] for i in range(limit)]
+    for _ in range(min(limit, size)):
+        yield workers[position]
+        position += stride
+        if position >= size:
+            position -= size

@@ -109,9 +109,12 @@ class PrefixIndex:
         first = get(keys[0])
         if first is None:
             return {}
-        probes = self.MAX_PROBES
         last = get(keys[-1])
-        stack: list[tuple[int, _Holders | None, int, _Holders | None]] = [(0, first, len(keys) - 1, last)]
+        names, size = self._names, len(keys)
+        if first is last:  # the usual case: one conversation at one place
+            return {names[slot]: size for slot in first if slot in names}
+        probes = self.MAX_PROBES
+        stack: list[tuple[int, _Holders | None, int, _Holders | None]] = [(0, first, size - 1, last)]
         while stack and probes > 0:
             low, at_low, high, at_high = stack.pop()
             if at_low is None:
@@ -130,7 +133,7 @@ class PrefixIndex:
                 stack.append((low, at_low, middle, None))
             else:
                 stack += [(low, at_low, middle, at_middle), (middle, at_middle, high, at_high)]
-        names, start = self._names, set(first)
+        start = set(first)
         return {names[slot]: depth for slot, depth in found.items() if slot in names and slot in start}
 
     def _share(self, holders: _Holders) -> _Holders:

@@ -239,34 +239,38 @@ class WaitingQueue:
         Returns, removed, the ones no worker could serve in time any more.
         """
         hopeless = []
+        was_ready = {item[1] for item in self._ready}
         promised = sorted(self._ready + self._late, key=_by_deadline)
         kept: list[tuple[float, int, _Item]] = []
         late: list[_Item] = []
-        queued_s, num_tenants = 0.0, self._num_tenants()
+        queued_s, num_tenants, num_servers = 0.0, self._num_tenants(), max(num_servers, 1e-9)
         excess = {tenant: self.shares.excess(tenant, num_tenants) for tenant in self._by_tenant}
         for item in promised:
-            entry = item[2]
-            if entry.latest_start_s < now_s:
+            latest_start_s, number, entry = item
+            if latest_start_s < now_s:
                 if not entry.is_kept:
                     hopeless.append(entry)
-                    continue
-                late.append(item)
+                else:
+                    late.append(item)
                 continue
-            start_s = now_s + queued_s / max(num_servers, 1e-9)
-            weight = entry.service_s * excess[entry.tenant]
-            heapq.heappush(kept, (-weight, item[1], item))
-            queued_s += entry.service_s
-            if start_s + entry.service_s > entry.deadline_s:
+            service_s = entry.service_s
+            start_s = now_s + queued_s / num_servers
+            heapq.heappush(kept, (-service_s * excess[entry.tenant], number, item))
+            queued_s += service_s
+            if start_s + service_s > entry.deadline_s:
                 victim = heapq.heappop(kept)[2]
                 queued_s -= victim[2].service_s
                 late.append(victim)
         for entry in hopeless:
             self.remove(entry.request_id)
-        self._ready = sorted(item for _, _, item in kept)
-        self._late = sorted(late)
-        for held_in in (self._ready, self._late):
+        ready = [item for _, _, item in kept]
+        ready.sort()
+        late.sort()
+        self._ready[:], self._late[:] = ready, late
+        for held_in, is_ready in ((self._ready, True), (self._late, False)):
             for item in held_in:
-                self._items[item[2].request_id] = (held_in, item)
+                if (item[1] in was_ready) is not is_ready:
+                    self._items[item[2].request_id] = (held_in, item)
         return hopeless
 
     def retry_after_s(self, num_servers: float, service_s: float, ttft_s: float) -> int:

@@ -215,13 +215,7 @@ class Baton:
         if ended is not None:
             return
         was_busy = state.prefill_free_s > now_s
-        if state.role == "prefill" or not worker.num_streams:
-            left = worker.pending_tokens
-            state.prefill_free_s = now_s + (state.model.prefill_s(left) if left else 0.0)
-        elif worker.prompts:
-            state.prefill_free_s = now_s + self._placer.unread_s(state, self.cadence, worker.pending_tokens)
-        else:
-            state.prefill_free_s = now_s
+        state.prefill_free_s = now_s + self._placer.unread_s(state, self.cadence, worker.pending_tokens)
         is_open = state.prefill_free_s - now_s <= self._placer.rules.horizon_s
         if len(self._queue) and is_open and (was_busy or now_s >= self._blocked_until_s):
             self._pump(now_s)

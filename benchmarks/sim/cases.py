@@ -56,8 +56,9 @@ _FILES = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One comparison; it crosses into a process of its own. `start`: requests/s to search from. `num_requests`: of a
-    trace; the shifting mix lasts as long as its phases. `budgets`, `reader_budgets`: what the rivals are tuned over.
+    """One comparison; it crosses into a process of its own. `start`: requests/s to search from, `rival_starts` those of
+    the two kinds of rivals (0: ours). `likely_readers`: share of readers in the split to begin with. `num_requests`: of
+    a trace; the shifting mix lasts as long as its phases. `budgets`, `reader_budgets`: what the rivals are tuned over.
     """
 
     workload: str
@@ -72,6 +73,8 @@ class Case:
     reader_budgets: tuple[int, ...] = READER_BUDGETS
     tolerance: float = 0.01
     file: Path | None = None
+    rival_starts: tuple[float, float] = (0.0, 0.0)
+    likely_readers: float = 0.0
 
     def point(self) -> Point:
         if self.workload == SHIFTING:
@@ -83,7 +86,7 @@ class Case:
         return Point(workload, setup, (self.seed,), self.tolerance)
 
     def rivals(self, gives_up: bool = False) -> list[list[System]]:
-        likely = _LIKELY_READERS[self.workload]
+        likely = self.likely_readers or _LIKELY_READERS[self.workload]
         return baselines(self.num_workers, self.budgets, self.reader_budgets, gives_up, likely)
 
     def head(self) -> Row:

@@ -24,14 +24,20 @@ TARGET = 0.9
 RAMP_SHARE = 0.2  # of the requests: an empty cluster flatters everybody
 READER_BUDGETS = (2048, 8192)
 PATIENCE = 6
+FIRST_STEP, LAST_STEP = 1.05, 1.5
+WHOLE_SIZE = 16  # workers up to which every split is a candidate from the beginning
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """`build(setup)` gives a fresh controller and what sizes the steps of each worker."""
+    """`build(setup)` gives a fresh controller and what sizes the steps of each worker. `num_readers`, `budget`: of a
+    static split; no readers otherwise.
+    """
 
     name: str
     build: Callable[[Setup], tuple[Controller, Callable[[int], Chunker]]]
+    num_readers: int = 0
+    budget: int = 0
 
 
 @dataclass(slots=True)
@@ -122,12 +128,14 @@ class Point:
         Raises ValueError where a thousand times `start` still attains: the workload is over before it is a load.
         """
         low, high = (start, 0.0) if is_known_good else (0.0, 0.0)
-        rate = start * 1.15 if is_known_good else start
+        step = FIRST_STEP  # a start that is nearly right costs little, one that is far off not much more
+        rate = start * step if is_known_good else start
         while not low or not high:
             if self.attains(system, rate):
-                low, rate = rate, rate * 1.15 if not high else rate
+                low, rate = rate, rate * step
             else:
-                high, rate = rate, rate / 1.3 if not low else rate
+                high, rate = rate, rate / step
+            step = min(step * step, LAST_STEP)
             if rate < start / 1000:
                 return 0.0
             if rate > start * 1000:
@@ -142,12 +150,16 @@ class Point:
                 high = rate
         return low
 
-    def best(self, lines: Iterable[Sequence[System]], start: float) -> tuple[System | None, float]:
+    def best(
+        self,
+        lines: Iterable[Sequence[System]],
+        start: float,
+        champion: System | None = None,
+        record: float = 0.0,
+    ) -> tuple[System | None, float]:
         """(best system, its goodput), the first found first. Along a line goodput has one peak, so that the rest of it
-        is left out after PATIENCE systems that did not beat the best so far.
+        is left out after PATIENCE systems that did not beat the best so far, which is `champion` at first.
         """
-        champion: System | None = None
-        record = 0.0
         for line in lines:
             num_beaten = 0
             for system in line:
@@ -162,6 +174,25 @@ class Point:
                     if num_beaten == PATIENCE:
                         break
         return champion, record
+
+    def best_rival(
+        self, lines: Iterable[Sequence[System]], start: float, gives_up: bool = False
+    ) -> tuple[System | None, float]:
+        """`best` of the lines, and of the splits between those of the lines, closer and closer around the best."""
+        size = self.setup.num_workers
+        champion, record = self.best(lines, start)
+        stride = split_stride(size)
+        while stride > 1 and champion is not None and champion.num_readers:
+            stride //= 2
+            near = (champion.num_readers - stride, champion.num_readers + stride)
+            line = [static_split(n, champion.budget, gives_up) for n in near if 0 < n < size]
+            champion, record = self.best([line], start, champion, record)
+        return champion, record
+
+
+def split_stride(num_workers: int) -> int:
+    """Readers between two splits of the first look."""
+    return max(1, num_workers // WHOLE_SIZE)
 
 
 def baton(features: Features | None = None, name: str = "baton") -> System:
@@ -191,7 +222,8 @@ def cache_aware(budget: int, gives_up: bool = False) -> System:
 
 def static_split(num_readers: int, budget: int = READER_BUDGETS[-1], gives_up: bool = False) -> System:
     name = f"static split, {num_readers} readers of {budget} tokens"
-    return _rival(name, gives_up, partial(StaticSplit, num_readers), budget)
+    found = _rival(name, gives_up, partial(StaticSplit, num_readers), budget)
+    return replace(found, num_readers=num_readers, budget=budget)
 
 
 def _rival(name: str, gives_up: bool, make: Callable[[Slo | None], Controller], budget: int) -> System:
@@ -208,12 +240,13 @@ def baselines(
     gives_up: bool = False,
     likely_readers: float = 0.6,
 ) -> list[list[System]]:
-    """Every static split, and both colocated systems at every budget, in lines along which goodput has one peak: more
-    readers, fewer readers, and each colocated system by itself. `likely_readers`: share of them in the split to begin
-    with.
+    """Static splits, every one where there are up to WHOLE_SIZE workers, and both colocated systems at every budget, in
+    lines along which goodput has one peak: more readers, fewer readers, and each colocated system by itself.
+    `likely_readers`: share of them in the split to begin with.
     """
     first = min(max(1, round(likely_readers * num_workers)), num_workers - 1)
-    sides = (range(first, num_workers), range(first - 1, 0, -1))
+    stride = split_stride(num_workers)
+    sides = (range(first, num_workers, stride), range(first - stride, 0, -stride))
     lines = [[static_split(n, budget, gives_up) for n in side for budget in reader_budgets] for side in sides]
     alone = [[make(budget, gives_up)] for budget in budgets for make in (cache_aware, round_robin)]
     return [*lines, *alone]

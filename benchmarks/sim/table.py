@@ -19,7 +19,7 @@ from statistics import median
 from benchmarks.result import Check, Row
 from benchmarks.sim.baton import Baton
 from benchmarks.sim.cases import BURSTY, SHIFTING, Case
-from benchmarks.sim.experiments import Point, baton, simulate
+from benchmarks.sim.experiments import Point, System, baton, simulate
 
 MIN_RATIO, MIN_BURSTY, MIN_SHIFTING = 0.98, 1.10, 1.10
 KEY = ("workload", "device", "workers", "slo_ttft_ms", "slo_tpot_ms", "seed")
@@ -37,20 +37,22 @@ def compare(case: Case, with_giving_up: bool = False) -> Row:
     row = case.head() | {"goodput": ours}
     if ours:
         row |= _shown(point, ours)
-    champion, best = point.best(case.rivals(), ours or case.start)
-    row |= _against("best", champion.name if champion else "", best, ours)
+    starts = case.rival_starts
+    champion, best = point.best_rival(case.rivals(), starts[0] or ours or case.start)
+    row |= _against("best", champion, best, ours)
     if with_giving_up:
-        champion, best = point.best(case.rivals(gives_up=True), best or case.start)
-        row |= _against("giving_up", champion.name if champion else "", best, ours)
+        champion, best = point.best_rival(case.rivals(gives_up=True), starts[1] or best or case.start, True)
+        row |= _against("giving_up", champion, best, ours)
     return row | {"cpu_s": round(time.process_time() - began_s, 1)}
 
 
-def _against(group: str, name: str, goodput: float, ours: float) -> Row:
+def _against(group: str, rival: System | None, goodput: float, ours: float) -> Row:
     prefix = "" if group == "best" else f"{group}_"
     return {
         f"{prefix}ratio": ours / goodput if goodput else None,
         f"{group}_goodput": goodput,
-        f"{group}_rival": name,
+        f"{group}_rival": rival.name if rival else "",
+        f"{group}_readers": rival.num_readers if rival else 0,
     }
 
 
@@ -80,12 +82,33 @@ def fill(
     known = {_key(cell) for cell in cells}
     missing = (case for case in cases if _key(case.head()) not in known)
     for case in islice(missing, most):
-        cell = compare(case, with_giving_up=True)
+        cell = compare(_hinted(case, cells), with_giving_up=True)
         with file.open("a", encoding="utf-8") as out:
             out.write(json.dumps({name: _rounded(value) for name, value in cell.items()}) + "\n")
         cells.append(cell)
         tell(_told(cell))
     return cells
+
+
+def _hinted(case: Case, cells: Sequence[Row]) -> Case:
+    """Searches begin where the nearest cell of the same workload, device and promise ended, at so much a worker."""
+    head = case.head()
+    known = [
+        cell
+        for cell in cells
+        if all(cell[name] == head[name] for name in KEY if name not in ("workers", "seed"))
+        and cell["goodput"]
+    ]
+    if not known:
+        return case
+    cell = min(known, key=lambda cell: abs(cell["workers"] - case.num_workers))
+    scale = case.num_workers / cell["workers"]
+    return replace(
+        case,
+        start=cell["goodput"] * scale,
+        rival_starts=(cell["best_goodput"] * scale, cell["giving_up_goodput"] * scale),
+        likely_readers=cell.get("best_readers", 0) / cell["workers"],
+    )
 
 
 def read_cells(file: Path) -> list[Row]:
@@ -141,10 +164,10 @@ def checks_of(cells: Sequence[Row]) -> list[Check]:
     ]
 
 
-def page_tables(cells: Sequence[Row]) -> str:
-    """Markdown: one table for each device and number of workers."""
+def page_tables(cells: Sequence[Row], num_wanted: int) -> str:
+    """Markdown: how many cells of those wanted there are, and one table for each device and number of workers."""
     rows = rows_of(cells)
-    parts = []
+    parts = [f"{len(cells)} of {num_wanted} cells. What is missing was not computed yet, and says nothing."]
     for device, num_workers in dict.fromkeys((row["device"], row["workers"]) for row in rows):
         found = [row for row in rows if (row["device"], row["workers"]) == (device, num_workers)]
         lines = [

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from benchmarks import routing, simulate
 from benchmarks.metrics import Slo
-from benchmarks.result import read_result
+from benchmarks.result import Row, read_result
+from benchmarks.sim import table
 from benchmarks.sim.baselines import BudgetChunker, RoundRobin
 from benchmarks.sim.baton import Features
 from benchmarks.sim.cases import Case
@@ -228,6 +229,45 @@ def test_every_static_split_is_among_the_baselines() -> None:
     names = {system.name for line in baselines(16, (512, 2048), (2048, 8192)) for system in line}
     assert {static_split(n, budget).name for n in range(1, 16) for budget in (2048, 8192)} <= names
     assert len(names) == 2 * 15 + 4
+
+
+def test_splits_of_many_workers_are_looked_at_more_closely_around_the_best() -> None:
+    class Peak(Point):
+        def attains(self, system: System, rate: float) -> bool:
+            return rate <= 100.0 - abs(system.num_readers - 41)
+
+    many = replace(setup(), num_workers=64)
+    lines = baselines(64, (512,), (2048, 8192), likely_readers=0.5)
+    assert {system.num_readers for system in lines[0]} == set(range(32, 64, 4))
+    champion, record = Peak(fixed([]), many, tolerance=0.005).best_rival(lines[:2], 70.0)
+    assert champion is not None
+    assert champion.num_readers == 41
+    assert record == pytest.approx(100.0, rel=0.01)
+
+
+def test_searches_of_a_cell_begin_where_its_neighbour_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Case] = []
+
+    def noted(case: Case, with_giving_up: bool) -> Row:
+        seen.append(case)
+        found = {"goodput": 10.0, "best_goodput": 8.0, "giving_up_goodput": 9.0, "best_readers": 12}
+        rest = {
+            "best_rival": "a",
+            "giving_up_rival": "b",
+            "ratio": 1.25,
+            "giving_up_ratio": 1.1,
+            "cpu_s": 1.0,
+        }
+        return case.head() | found | rest
+
+    monkeypatch.setattr(table, "compare", noted)
+    cases = [Case("azure-conv", "h200-8b", size, SLO, 3.0) for size in (16, 64)]
+    cells = table.fill(tmp_path / "cells.jsonl", cases, print)
+    assert table.page_tables(cells, 45).startswith("2 of 45 cells.")
+    assert (seen[0].start, seen[0].rival_starts, seen[0].likely_readers) == (3.0, (0.0, 0.0), 0.0)
+    assert (seen[1].start, seen[1].rival_starts, seen[1].likely_readers) == (40.0, (32.0, 36.0), 0.75)
 
 
 def test_refusing_early_keeps_promises_to_the_others() -> None:

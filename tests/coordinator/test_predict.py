@@ -259,6 +259,15 @@ def test_a_reader_is_open_again_when_what_it_reads_should_be_read() -> None:
     assert put(p, request(name="next"), 0.0, [reading], [writing]) == Placement("d1", "p1")
 
 
+def test_a_writer_reads_what_it_has_in_the_time_that_its_streams_leave() -> None:
+    """As the simulator has it; alone it would be through in 0.1 s."""
+    p = predictor(itl_ms=12.0)
+    writing = replace(D1, num_requests=2, num_tokens=1000, gap_s=0.012)
+    answer = put(p, request(), 0.0, [BUSY], [writing])
+    assert isinstance(answer, NotNow)
+    assert 0.15 < answer.opens_in_s < 0.25
+
+
 def test_gaps_are_kept_until_the_newcomer_itself_is_late() -> None:
     p = predictor(itl_ms=10.5)
     full = replace(D1, num_requests=50, gap_s=0.0105)

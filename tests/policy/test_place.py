@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -10,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policy.fleet import FleetView, WorkerState, sample
+from policy.chunks import Cadence
+from policy.fleet import FleetView, WorkerState, drawn
 from policy.place import PlaceRules, dispatch, joined, released
 from policy.step_model import Work
 from tests.policy.builders import make_job, make_placer, make_worker
@@ -121,6 +123,28 @@ def test_leftover_work_leaves_room() -> None:
     assert placer.place(make_job(100, is_leftover=True), fleet, 0.0).verdict == "no_decode_room"
 
 
+def test_the_one_reader_of_many_that_is_free_is_found() -> None:
+    for seed in range(20):
+        fleet = pools(50, 2)
+        for worker in [*fleet.prefills, *fleet.decodes]:
+            worker.prefill_free_s = 3.0
+        fleet.workers["p7"].prefill_free_s = 0.0
+        chosen = make_placer(seed).place(make_job(), fleet, 0.0).chosen
+        assert chosen is not None
+        assert chosen.prefill_id == "p7"
+
+
+def test_what_cannot_be_cheaper_than_where_the_prefix_lies_is_not_predicted() -> None:
+    fleet = pools(8, 8)
+    job = make_job(prompt_tokens=8000, deadline_s=2.0, held={"d1": 7900})
+    decision = make_placer().place(job, fleet, 0.0)
+    assert decision.chosen is not None
+    assert [option.decode_id for option in decision.options] == ["d1"]
+    fleet.workers["d1"].prefill_free_s = 1.9  # it would be late
+    decision = make_placer().place(job, fleet, 0.0)
+    assert len(decision.options) > 1
+
+
 def test_load_counts_at_dispatch_so_a_burst_spreads() -> None:
     fleet, placer = pools(4, 4), make_placer()
     readers: Counter[str] = Counter()
@@ -202,10 +226,22 @@ def test_nobody_is_promised_what_a_worker_cannot_keep(
 
 @settings(deadline=None)
 @given(size=st.integers(0, 60), limit=st.integers(1, 20), seed=st.integers(0, 100))
-def test_a_sample_holds_nobody_twice(size: int, limit: int, seed: int) -> None:
+def test_nobody_is_drawn_twice(size: int, limit: int, seed: int) -> None:
     workers: list[WorkerState] = [make_worker(str(n)) for n in range(size)]
-    found = sample(workers, limit, random.Random(seed))
-    assert len({worker.worker_id for worker in found}) == len(found) == min(size, limit) or size < 2
+    found = list(drawn(workers, limit, random.Random(seed)))
+    assert len({worker.worker_id for worker in found}) == len(found) == min(size, limit)
+
+
+def test_what_a_worker_has_in_hand_is_read_beside_the_streams_that_it_has() -> None:
+    placer, cadence = make_placer(), Cadence(0.040)
+    alone_s = make_worker("w").model.prefill_s(3000, 0, PlaceRules().prefill_chunk)
+    writer = make_worker("d", "decode", streams=50)
+    assert placer.unread_s(writer, cadence, 0) == 0.0
+    assert placer.unread_s(make_worker("d", "decode"), cadence, 3000) == alone_s
+    assert placer.unread_s(make_worker("d", "decode", promised_streams=1), cadence, 3000) == alone_s
+    assert placer.unread_s(writer, cadence, 3000) > alone_s
+    writer.gap_s = 0.011  # its steps alone take 11.5 ms
+    assert placer.unread_s(writer, cadence, 3000) == math.inf
 
 
 def test_options_carry_the_numbers_for_whoever_asks_why() -> None:
