@@ -8,6 +8,7 @@ continues it gets
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -134,3 +135,9 @@ class Finished:
     num_cached_tokens: int = 0
     stop_token_id: int | None = None
     timings: Timings | None = field(default=None, compare=False)
+
+
+TokenSink = Callable[[Token], bool]
+"""Takes each drawn token exactly once, in order (EOS and stop tokens too); False when it wants no more. Called while
+the worker's words are read, once a token: it must be quick, and a fault of it ends its own request alone.
+"""

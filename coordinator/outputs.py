@@ -222,32 +222,38 @@ class Outputs:
             self._metrics.ended(self._job.endpoint, outcome, e2e_s, output.num_tokens)
 
     async def _generate(self, plan: OutputPlan, request: GenerateRequest, output: OutputText) -> Piece:
-        """Puts pieces as tokens come, and returns the last one when the backend is done or told to stop."""
-        stream = self._backend.generate(request, self._timeout_s)
-        previous: float | None = None
-        try:
-            async for item in stream:
-                if isinstance(item, Finished):
-                    self._metrics.cached(item.num_cached_tokens)
-                    return output.finish(item)
-                previous = self._observe(previous)
-                piece = output.push(item)
-                if piece.end is not None:
-                    return piece
-                self._put(plan, piece)
-        finally:
-            # Before the end is shown: the client must not see it while the engine still works for this
-            # output.
-            await stream.aclose()
-        raise Fault(f"expected a terminal event but the stream of {request.request_id} just ended")
+        """Puts pieces as tokens come, and returns the last one when the backend is done or told to stop.
 
-    def _observe(self, previous: float | None) -> float:
-        now = time.monotonic()
-        if previous is None:
-            self._metrics.first_token(self._job.endpoint, now - self._job.started)
+        Not before: the client must not see the end while the engine still works for this output.
+        """
+        last: Piece | None = None
+        previous_s: float | None = None
+
+        def take(token: Token) -> bool:
+            nonlocal last, previous_s
+            previous_s = self._observe(previous_s)
+            piece = output.push(token)
+            if piece.end is not None:
+                last = piece
+                return False
+            self._put(plan, piece)
+            return True
+
+        finished = await self._backend.generate(request, take, self._timeout_s)
+        if last is not None:
+            return last
+        if finished is None:
+            raise Fault(f"expected an end of {request.request_id} but there was none")
+        self._metrics.cached(finished.num_cached_tokens)
+        return output.finish(finished)
+
+    def _observe(self, previous_s: float | None) -> float:
+        now_s = time.monotonic()
+        if previous_s is None:
+            self._metrics.first_token(self._job.endpoint, now_s - self._job.started)
         else:
-            self._metrics.next_token(self._job.endpoint, now - previous)
-        return now
+            self._metrics.next_token(self._job.endpoint, now_s - previous_s)
+        return now_s
 
     def _fail(self, error: BaseException) -> None:
         if self._error is None:
