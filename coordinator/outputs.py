@@ -144,8 +144,8 @@ class Outputs:
         self._waiting: dict[OutputPlan, Piece] = {}
         self._num_open = len(job.plans)
         self._error: BaseException | None = None
-        self._news = asyncio.Event()
-        self._alarm = Alarm(self._news.set)
+        self._reader: asyncio.Future[None] | None = None  # while it waits
+        self._alarm = Alarm(self._wake)
 
     async def __aenter__(self) -> Self:
         for plan in self._job.plans:
@@ -169,9 +169,9 @@ class Outputs:
         if not self._waiting and self._error is None and self._num_open:
             if timeout_s is not None:
                 self._alarm.set(time.monotonic() + timeout_s)
-            await self._news.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
             self._alarm.off()
-        self._news.clear()
         waiting, self._waiting = self._waiting, {}
         if waiting:
             return waiting
@@ -196,7 +196,11 @@ class Outputs:
             self._waiting[plan] = piece
         if piece.end is not None:
             self._num_open -= 1
-        self._news.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def _run(self, plan: OutputPlan) -> None:
         if plan.request is None:
@@ -262,4 +266,4 @@ class Outputs:
         for task in self._tasks:
             if task is not current:
                 task.cancel()
-        self._news.set()
+        self._wake()
