@@ -97,6 +97,11 @@ class Token:
     top: tuple[tuple[int, float], ...] = ()
     prompt: tuple[PromptLogprob, ...] = ()
 
+    @property
+    def is_plain(self) -> bool:
+        """Nothing but an id is told."""
+        return self.logprob is None and not self.top and not self.prompt
+
 
 @dataclass(frozen=True, slots=True)
 class Timings:

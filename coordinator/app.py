@@ -44,9 +44,13 @@ from prefill.server import PrefillServer
 
 MAX_HTTP_REQUESTS = 100_000
 
-# Serve would run the application on a thread and in an event loop of its own, and pass each chunk over to the one with
-# the socket: more time than the chunk itself takes, and no sign of a client that does not read.
-REPLICA_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
+REPLICA_ENVIRONMENT = {
+    # Serve would run the application on a thread and in an event loop of its own, and pass each chunk over to the one
+    # with the socket: more time than the chunk itself takes, and no sign of a client that does not read.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    # Serve's own metrics are read every few seconds; by default they are written ten times a second, asked for or not.
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
+}
 
 
 def build(args: Mapping[str, Any] | None = None) -> Any:

@@ -220,9 +220,11 @@ class WorkerLink:
 
     def _take(self, message: Message) -> None:
         match message:
-            case Tokens(items):
-                for item in items:
-                    self._give(item.request_id, item.token)
+            case Tokens(plain, detailed):
+                for request_id, index, token_id in plain:
+                    self._give(request_id, Token(index, token_id))
+                for request_id, token in detailed:
+                    self._give(request_id, token)
             case Reserved(request_id) | HandedOff(request_id) | Stayed(request_id):
                 self._give(request_id, message)
             case Ended(request_id, finished, error):

@@ -99,6 +99,7 @@ class Run:
         self._open: dict[WorkerLink, bool] = {}
         self._ids: dict[WorkerLink, str] = {}  # the request's name on each
         self._has_decode_spoken = False
+        self._has_token = False  # of this attempt
         self._output_ids = list(request.output_ids)
         self._early: dict[int, Token] = {}  # tokens whose predecessors have not come yet
         self._move: Move | None = None
@@ -189,23 +190,25 @@ class Run:
         if link is self.decode:
             self._has_decode_spoken = True
         self._last_token_s = time.monotonic()
-        num_known = len(self._output_ids)
-        if token.index >= num_known:
-            if num_known == len(self.request.output_ids):
-                (self.prefill or self.decode).was_read(self.request.request_id)
+        if not self._has_token and token.index >= len(self._output_ids):
+            (self.prefill or self.decode).was_read(self.request.request_id)
+        if token.index > len(self._output_ids):
             self._early[token.index] = token
-            while (ready := self._early.pop(len(self._output_ids), None)) is not None:
+        elif token.index == len(self._output_ids):
+            self._pass_on(token)
+            while self._early and (ready := self._early.pop(len(self._output_ids), None)) is not None:
                 self._pass_on(ready)
-                if self._over.done():
-                    return
+        if self._end is not None:
             self._check_end()
         self._wait_on(self._last_token_s)
 
     def _pass_on(self, token: Token) -> None:
-        is_first = len(self._output_ids) == len(self.request.output_ids)
+        if self._over.done():
+            return
         self._output_ids.append(token.token_id)
-        self._patience_s = self._config.coordinator.stall_timeout_s
-        if is_first:
+        if not self._has_token:
+            self._has_token = True
+            self._patience_s = self._config.coordinator.stall_timeout_s
             self._means.was_read(self)
         if not self._sink(token):
             self._end = None
@@ -249,8 +252,7 @@ class Run:
 
     def _check_end(self) -> None:
         """Decode may be through before the first token's frame from prefill is here: the end waits for it."""
-        has_token = len(self._output_ids) > len(self.request.output_ids)
-        if self._end is not None and has_token and not self._early:
+        if self._end is not None and self._has_token and not self._early and not self._over.done():
             num_cached = max(self._end.num_cached_tokens, self._num_cached)
             self._end = replace(self._end, num_cached_tokens=num_cached)
             self._over.set_result(None)

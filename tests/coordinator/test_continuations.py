@@ -13,7 +13,7 @@ import pytest
 from contracts.channel import Channel
 from contracts.config import BatonConfig
 from contracts.errors import WireError, WorkerLostError
-from contracts.messages import Cancel, Ended, Prefill, Reserve, TokenItem, Tokens
+from contracts.messages import Cancel, Ended, Prefill, Reserve, Tokens
 from contracts.request import Finished, Token
 from contracts.roles import Duty
 from coordinator.cluster import ClusterBackend
@@ -226,8 +226,8 @@ def speaker(data: bytes, cut: int) -> Callable[[Channel, Prefill], None]:
             logprob = None if sampling.num_logprobs is None else -0.1 * index
             top = () if logprob is None else ((data[index], logprob), (66, -9.0))[: sampling.num_logprobs]
             token = Token(index, data[index], logprob, top)
-            items.append(TokenItem(command.request.request_id, token))
-        channel.send(Tokens(tuple(items)))
+            items.append((command.request.request_id, token))
+        channel.send(Tokens.of(items))
         if stop == last:
             channel.send(Ended(command.request.request_id, finished=Finished("length")))
         else:
