@@ -1,8 +1,8 @@
 """What does the surface cost, beside the engine? `python -m benchmarks.surface URL`
 
     first byte   N requests, one after the other     client's time to first token less the server's own account of it
-    ingress      S streams at once                   processor time of coordinator and proxy per chunk, once all streams
-                                                     have begun, less what they take when nobody asks
+    ingress      S streams at once                   processor time of coordinator and proxy per chunk while all of them
+                                                     run, less what both take when nobody asks
     grammar      8 streams, R times without and with a JSON Schema, in turns     mean gap with, over mean gap without
 
 The first two are of an idle server's own machine, with one ingress replica: the coordinator tells its processor time in
@@ -121,7 +121,7 @@ def _good(trails: Sequence[Trail]) -> list[Record]:
 
 
 async def _ingress(client: Client, plan: Plan) -> tuple[Spent, Spent, list[Record]]:
-    """Of an idle time, and of streams once all have begun; chunks before that are left out of the records."""
+    """Of an idle time, and of streams while all of them run: chunks before and after are left out of the records."""
     clock = RunClock()
     begun = await _spent(client, clock)
     await asyncio.sleep(plan.idle_s)
@@ -133,13 +133,18 @@ async def _ingress(client: Client, plan: Plan) -> tuple[Spent, Spent, list[Recor
         while not all(trail.texts or trail.end_s is not None for trail in trails):
             await asyncio.sleep(0.01)
         streaming = await _spent(client, clock)
-    busy = (await _spent(client, clock)).since(streaming)
-    return rested.since(begun), busy, [_behind(record, streaming.at_s) for record in _good(trails)]
+        while not any(trail.end_s is not None for trail in trails):
+            await asyncio.sleep(0.01)
+        ended = await _spent(client, clock)
+    kept = [_within(record, streaming.at_s, ended.at_s) for record in _good(trails)]
+    return rested.since(begun), ended.since(streaming), kept
 
 
-def _behind(record: Record, at_s: float) -> Record:
-    kept = tuple(time_s for time_s in record.chunk_times_s if time_s > at_s)
-    return replace(record, chunk_times_s=kept, chunk_tokens=record.chunk_tokens[-len(kept) :] if kept else ())
+def _within(record: Record, from_s: float, to_s: float) -> Record:
+    chunks = list(zip(record.chunk_times_s, record.chunk_tokens, strict=True))
+    kept = [chunk for chunk in chunks if from_s < chunk[0] <= to_s]
+    times_s, tokens = zip(*kept, strict=True) if kept else ((), ())
+    return replace(record, chunk_times_s=times_s, chunk_tokens=tokens)
 
 
 async def _spent(client: Client, clock: RunClock) -> Spent:

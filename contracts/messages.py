@@ -10,10 +10,12 @@ bump):
     3  SamplingParams may mask (allowed and bad tokens, grammar) and ask for the prompt's logprobs, told in Token
     4  Orders; a worker tells its duty in Status; Migrate and Stayed; Reserve.num_more and HandoffState.output_ids: a
        handoff may end with more tokens than it began with
+    5  Tokens are tuples
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,7 +26,7 @@ from contracts.roles import Duty, Orders
 from contracts.steps import StepReport
 from contracts.ticket import Ticket
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 Role = Literal["prefill", "decode"]
 
@@ -156,16 +158,16 @@ class Reserved:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenItem:
-    request_id: str
-    token: Token
-
-
-@dataclass(frozen=True, slots=True)
 class Tokens:
-    """All tokens of one step for this coordinator, one frame."""
+    """All tokens of one step for this coordinator, one frame: (request_id, index, token_id); those that say more."""
 
-    items: tuple[TokenItem, ...]
+    plain: tuple[tuple[str, int, int], ...] = ()
+    detailed: tuple[tuple[str, Token], ...] = ()
+
+    @classmethod
+    def of(cls, items: Sequence[tuple[str, Token]]) -> Tokens:
+        plain = tuple((name, token.index, token.token_id) for name, token in items if token.is_plain)
+        return cls(plain, tuple(item for item in items if not item[1].is_plain))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ continues it gets
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -96,6 +97,11 @@ class Token:
     top: tuple[tuple[int, float], ...] = ()
     prompt: tuple[PromptLogprob, ...] = ()
 
+    @property
+    def is_plain(self) -> bool:
+        """Nothing but an id is told."""
+        return self.logprob is None and not self.top and not self.prompt
+
 
 @dataclass(frozen=True, slots=True)
 class Timings:
@@ -134,3 +140,9 @@ class Finished:
     num_cached_tokens: int = 0
     stop_token_id: int | None = None
     timings: Timings | None = field(default=None, compare=False)
+
+
+TokenSink = Callable[[Token], bool]
+"""Takes each drawn token exactly once, in order (EOS and stop tokens too); False when it wants no more. Called while
+the worker's words are read, once a token: it must be quick, and a fault of it ends its own request alone.
+"""

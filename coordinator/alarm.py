@@ -3,7 +3,8 @@
     set ─► set ─► set ─► …        one timer, which looks when it fires whether the deadline is still its own
                   └ nobody sets it in time: ring
 
-`asyncio.timeout` makes and cancels a timer each time, which is a fifth of what a streamed token costs.
+`asyncio.timeout` makes and cancels a timer each time, which is a fifth of what a streamed token costs. `Patience` is
+`asyncio.timeout` with such a deadline.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
+from types import TracebackType
+from typing import Self
 
 
 class Alarm:
@@ -53,3 +56,25 @@ class Alarm:
             self._ring()
         elif self._due_s < math.inf:
             self._arm()
+
+
+class Patience:
+    """`async with`: TimeoutError when the alarm rings within. Not to be entered twice."""
+
+    def __init__(self) -> None:
+        self._timeout = asyncio.timeout(None)
+        self.alarm = Alarm(lambda: self._timeout.reschedule(asyncio.get_running_loop().time()))
+
+    @property
+    def is_over(self) -> bool:
+        return self._timeout.expired()
+
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.alarm.close()
+        await self._timeout.__aexit__(kind, error, trace)

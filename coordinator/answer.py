@@ -23,7 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from contracts.config import CoordinatorConfig
 from contracts.errors import BatonError
-from coordinator.alarm import Alarm
+from coordinator.alarm import Patience
 from coordinator.drain import Drain
 from coordinator.errors_http import encode_json, error_body, json_response, log_fault
 from coordinator.forms import Envelope, Form, Json, make_form, spread
@@ -67,14 +67,12 @@ class Answer(Response):
         self._drain = drain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        loop, patience_s = asyncio.get_running_loop(), self._config.slow_reader_timeout_s
-        patience = asyncio.timeout(None)
-        alarm = Alarm(lambda: patience.reschedule(loop.time()))
+        patience, patience_s = Patience(), self._config.slow_reader_timeout_s
 
         async def write(message: Message) -> None:
-            alarm.set(time.monotonic() + patience_s)
+            patience.alarm.set(time.monotonic() + patience_s)
             await send(message)
-            alarm.off()
+            patience.alarm.off()
 
         self._metrics.running(self._job.endpoint, +1)
         try:
@@ -85,12 +83,11 @@ class Answer(Response):
                         work = self._stream(write) if is_stream else self._whole(scope, receive, write)
                         await unless_left(work, receive)
         except TimeoutError:
-            if not patience.expired():
+            if not patience.is_over:
                 raise
             self._metrics.error(self._job.endpoint, "slow_reader")
             logger.info("request %s: the client stopped reading", self._job.completion_id)
         finally:
-            alarm.close()
             self._metrics.running(self._job.endpoint, -1)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -154,18 +151,17 @@ class CompletionWriter:
     def opening(self) -> Iterator[bytes]:
         """Role chunks of all choices, by index, before any text: a client may index a list with them."""
         for index in range(self._job.num_choices):
-            choice = self._form.opening(index)
-            if choice is not None:
-                yield event(self._envelope.chunk(choice))
+            for choice in self._form.opening(index):
+                yield self._envelope.chunk(choice, 0)
 
     def events(self, pieces: dict[OutputPlan, Piece]) -> Iterator[bytes]:
-        for index, piece in spread((plan.indices, piece) for plan, piece in pieces.items()):
+        for index, piece in spread(pieces):
             for choice in self._form.deltas(index, piece):
-                yield event(self._envelope.chunk(choice, piece.num_tokens))
+                yield self._envelope.chunk(choice, piece.num_tokens)
             if piece.end is not None:
                 self._ends[index] = piece.end
                 for choice in self._form.closing(index, piece.end):
-                    yield event(self._envelope.chunk(choice, piece.end.num_tokens))
+                    yield self._envelope.chunk(choice, piece.end.num_tokens)
 
     def closing(self) -> Iterator[bytes]:
         if self._job.params.includes_usage:
@@ -176,7 +172,7 @@ class CompletionWriter:
         return event(error_body(error)) + _DONE
 
     def whole(self, gathered: dict[OutputPlan, Piece]) -> Json:
-        pieces = dict(spread((plan.indices, piece) for plan, piece in gathered.items()))
+        pieces = dict(spread(gathered))
         for index, piece in pieces.items():
             assert piece.end is not None, "an output ended without its end"
             self._ends[index] = piece.end

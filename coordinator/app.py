@@ -28,15 +28,12 @@ from contracts.messages import Role
 from coordinator.addresses import is_loopback_host
 from coordinator.drain import Drain
 from coordinator.handles import worker_options
+from coordinator.local_ray import REPLICA_ENVIRONMENT
 from coordinator.phases import make_phases
 from decode.server import DecodeServer
 from prefill.server import PrefillServer
 
 MAX_HTTP_REQUESTS = 100_000
-
-# Serve would run the application on a thread and in an event loop of its own, and pass each chunk over to the one with
-# the socket: more time than the chunk itself takes, and no sign of a client that does not read.
-REPLICA_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
 
 
 def _own_environment() -> dict[str, Any]:

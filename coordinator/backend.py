@@ -2,37 +2,24 @@
 
 One output's life:
 
-    generate() ─► Token* ─► Finished            the good end
-             └──► Token* ─► raises BatonError   the other end; before any token it becomes an HTTP status
-    aclose() at any point cancels the request everywhere; nothing comes after it
+    generate() ─► sink(Token)* ─► Finished            the good end
+             ├──► sink(Token)* ─► raises BatonError   the other end; before any token it becomes an HTTP status
+             └──► the sink has enough ─► None
+    whoever is cancelled or has enough is forgotten everywhere; no token comes after it
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from contracts.blocks import BlockAudit, BlockOwner
 from contracts.messages import Role, Status
-from contracts.request import Finished, GenerateRequest, Token
+from contracts.request import Finished, GenerateRequest, TokenSink
 from contracts.roles import RoleLabel
 from contracts.service import Service
 from coordinator.planning import PlanRecord
 from coordinator.predict import Record
-
-
-class TokenStream(Protocol):
-    """The tokens of one output, each drawn one exactly once (EOS and stop tokens too), then one `Finished`.
-
-    An async generator is one. Raises BatonError at any point instead of `Finished`, never after it.
-    """
-
-    def __aiter__(self) -> AsyncIterator[Token | Finished]: ...
-
-    async def __anext__(self) -> Token | Finished: ...
-
-    async def aclose(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +75,18 @@ class Capacity:
 
 
 class Backend(Protocol):
-    """Everything the edge needs. `generate` returns at once; its work starts with the first `__anext__`."""
+    """Everything the edge needs."""
 
-    def generate(
-        self, request: GenerateRequest, deadline_s: float | None, service: Service | None = None
-    ) -> TokenStream:
-        """`service`: class and promises; None: an interactive request's by default."""
+    async def generate(
+        self,
+        request: GenerateRequest,
+        sink: TokenSink,
+        deadline_s: float | None,
+        service: Service | None = None,
+    ) -> Finished | None:
+        """The end, after all tokens; None if the sink had enough. `service`: class and promises; None: an interactive
+        request's by default. Raises BatonError instead of an end.
+        """
 
     def readiness(self) -> Readiness: ...
 

@@ -8,9 +8,9 @@ from contextlib import suppress
 from contracts.config import BatonConfig
 from contracts.errors import WorkerLostError
 from contracts.messages import Role
-from contracts.request import GenerateRequest
+from contracts.request import Finished, GenerateRequest, TokenSink
 from contracts.service import Service
-from coordinator.backend import Capacity, PoolReadiness, Readiness, TokenStream, WorkerAudit, WorkerStatus
+from coordinator.backend import Capacity, PoolReadiness, Readiness, WorkerAudit, WorkerStatus
 from coordinator.fleet import Fleet
 from coordinator.flow import Flow
 from coordinator.links import WorkerLink
@@ -31,11 +31,19 @@ class ClusterBackend:
         self._flow = flow
         self._planning = planning
 
-    def generate(
-        self, request: GenerateRequest, deadline_s: float | None, service: Service | None = None
-    ) -> TokenStream:
-        stream = self._flow.generate(request, deadline_s, service)
-        return stream if self._planning is None else self._planning.demand.measured(request, stream)
+    async def generate(
+        self,
+        request: GenerateRequest,
+        sink: TokenSink,
+        deadline_s: float | None,
+        service: Service | None = None,
+    ) -> Finished | None:
+        if self._planning is None:
+            return await self._flow.generate(request, sink, deadline_s, service)
+        with self._planning.demand.measured(request, sink) as measured:
+            end = await self._flow.generate(request, measured.sink, deadline_s, service)
+            measured.ended(end)
+            return end
 
     def readiness(self) -> Readiness:
         """Ready: a worker that answers, and (unless colocated) one that reads and has passed the transfer self-test

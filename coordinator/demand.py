@@ -10,11 +10,11 @@ ask for as many times more.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
-from contracts.request import Finished, GenerateRequest, Token
+from contracts.request import Finished, GenerateRequest, Token, TokenSink
 from policy.chunks import Cadence
 from policy.planner import Demand, Mix
 
@@ -30,26 +30,25 @@ class DemandMeter:
         self._cached_share = 0.0
         self._num_written = 0
 
-    async def measured(
-        self, request: GenerateRequest, stream: AsyncGenerator[Token | Finished, None]
-    ) -> AsyncGenerator[Token | Finished, None]:
-        """The same events. One that was refused asked for service all the same, and wrote nothing."""
+    @contextmanager
+    def measured(self, request: GenerateRequest, sink: TokenSink) -> Iterator[MeasuredRequest]:
+        """One request, within. One that was refused asked for service all the same, and wrote nothing."""
         prompt_len = len(request.prompt_ids)
         self._demand.arrived(prompt_len, round(prompt_len * (1.0 - self._cached_share)), self._clock())
-        num_tokens = 0
+        measured = MeasuredRequest(self, prompt_len, sink)
         try:
-            async with aclosing(stream):
-                async for event in stream:
-                    if isinstance(event, Token):
-                        num_tokens += 1
-                        self._num_written += 1
-                    else:
-                        cached_share = event.num_cached_tokens / max(prompt_len, 1)
-                        self._cached_share += _CACHED_WEIGHT * (cached_share - self._cached_share)
-                    yield event
+            yield measured
         finally:
-            if num_tokens:
-                self._demand.finished(num_tokens, self._count_written())
+            if measured.num_tokens:
+                self._demand.finished(measured.num_tokens, self._count_written())
+
+    def wrote(self) -> None:
+        """Somebody, a token."""
+        self._num_written += 1
+
+    def was_cached(self, share: float) -> None:
+        """Of somebody's prompt."""
+        self._cached_share += _CACHED_WEIGHT * (share - self._cached_share)
 
     def mix(self, num_coordinators: int) -> Mix | None:
         """The demand on the whole service now; None before anybody came."""
@@ -62,3 +61,22 @@ class DemandMeter:
         self._demand.wrote(self._num_written, now_s)
         self._num_written = 0
         return now_s
+
+
+class MeasuredRequest:
+    """Counts what passes to a sink."""
+
+    def __init__(self, meter: DemandMeter, prompt_len: int, sink: TokenSink) -> None:
+        self._meter = meter
+        self._prompt_len = prompt_len
+        self._sink = sink
+        self.num_tokens = 0
+
+    def sink(self, token: Token) -> bool:
+        self.num_tokens += 1
+        self._meter.wrote()
+        return self._sink(token)
+
+    def ended(self, end: Finished | None) -> None:
+        if end is not None:
+            self._meter.was_cached(end.num_cached_tokens / max(self._prompt_len, 1))

@@ -28,6 +28,7 @@ from contracts.errors import (
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE = 2000
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 # Clients ignore longer waits, and resend at once after shorter ones.
 _MIN_RETRY_S, _MAX_RETRY_S = 1, 120
 
@@ -69,8 +70,7 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 
 def encode_json(content: Any) -> bytes:
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text.encode("utf-8", "replace")
+    return _ENCODER.encode(content).encode("utf-8", "replace")
 
 
 def error_response(error: BatonError) -> Response:

@@ -16,8 +16,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -31,7 +31,7 @@ from contracts.errors import (
     TryAgain,
     WorkerLostError,
 )
-from contracts.request import Finished, GenerateRequest, Token
+from contracts.request import Finished, GenerateRequest, Token, TokenSink
 from contracts.service import Service, ServiceClass
 from coordinator.ask import Ask
 from coordinator.fleet import Fleet
@@ -81,7 +81,7 @@ class Flow:
         self._fleet = fleet
         self._observer = observer
         self._room = Room()
-        self._means = Means(config, secret, hold, observer, self._new_home, self._room.moved)
+        self._means = Means(config, secret, hold, observer, self._new_home, self._room.moved, self._was_read)
         self._eos_ids = eos_ids
         self.predictor = Predictor(config)
         """Chooses workers, and remembers why."""
@@ -106,9 +106,14 @@ class Flow:
         return self._num_running
 
     async def generate(
-        self, request: GenerateRequest, deadline_s: float | None, service: Service | None = None
-    ) -> AsyncGenerator[Token | Finished, None]:
-        """Tokens in order, then exactly one Finished, with timings. Closing the iterator cancels everywhere.
+        self,
+        request: GenerateRequest,
+        sink: TokenSink,
+        deadline_s: float | None,
+        service: Service | None = None,
+    ) -> Finished | None:
+        """Tokens to the sink in order, then the one end, with timings; None if the sink had enough. Cancelling cancels
+        everywhere.
 
         Without a `service`: what an interactive request is promised by default. Raises BatonError, before or after
         tokens, as the one terminal event instead of Finished.
@@ -120,13 +125,17 @@ class Flow:
         deadline = arrived_s + (limit_s if deadline_s is None else min(limit_s, deadline_s))
         self._check_fits(request)
         story = Story(request, self._eos_ids, limits.max_continuations, arrived_s)
+        stages = StageClock()
         account, has_failed = Account(service, arrived_s), False
+
+        def pass_on(token: Token) -> bool:
+            story.sent(token)
+            stages.token()
+            account.token(time.monotonic())
+            return sink(token)
+
         try:
-            async with aclosing(self._attempts(story, service, deadline)) as events:
-                async for event in events:
-                    if isinstance(event, Token):
-                        account.token(time.monotonic())
-                    yield event
+            return await self._attempts(story, service, deadline, stages, pass_on)
         except BatonError:
             has_failed = True
             raise
@@ -136,26 +145,16 @@ class Flow:
                 self._observer.promised(service.service_class, met)
 
     async def _attempts(
-        self, story: Story, service: Service, deadline: float
-    ) -> AsyncGenerator[Token | Finished, None]:
+        self, story: Story, service: Service, deadline: float, stages: StageClock, sink: TokenSink
+    ) -> Finished | None:
         """One after the other, until one brings the end."""
-        stages = StageClock()
-        while (end := story.end()) is None:
+        while (known_end := story.end()) is None:
             run: Run | None = None
             try:
-                async with self._placed(story, service, deadline, stages) as run:
+                async with self._placed(story, service, deadline, stages, sink) as run:
                     run.start()
-                    async with aclosing(run.events(deadline)) as events:
-                        async for event in events:
-                            if isinstance(event, Token):
-                                if event.index == len(run.request.output_ids):
-                                    self._was_read(run)
-                                story.sent(event)
-                                stages.token()
-                                yield event
-                            else:
-                                yield replace(story.finished(event), timings=stages.timings(run.handoff_s))
-                return
+                    end = await run.finish(deadline)
+                    return end and replace(story.finished(end), timings=stages.timings(run.handoff_s))
             except BatonError as error:
                 if run is None:
                     raise
@@ -169,7 +168,7 @@ class Flow:
                     "%s: %s; goes on from token %d", run.request.request_id, error.message, story.num_known
                 )
                 self._observer.continued(error.code)
-        yield replace(end, timings=stages.timings())
+        return replace(known_end, timings=stages.timings())
 
     # --- the line's watcher ---
 
@@ -192,11 +191,11 @@ class Flow:
 
     @asynccontextmanager
     async def _placed(
-        self, story: Story, service: Service, deadline: float, stages: StageClock
+        self, story: Story, service: Service, deadline: float, stages: StageClock, sink: TokenSink
     ) -> AsyncIterator[Run]:
         """A run whose blocks decode has reserved. Whatever happens after, leaving ends it on both workers."""
         begun_s = time.monotonic()
-        run = await self._reserved(story, service, deadline)
+        run = await self._reserved(story, service, deadline, sink)
         placed_s = time.monotonic()
         stages.placed(placed_s - begun_s)
         self._observer.queued(service.service_class, placed_s - begun_s)
@@ -209,7 +208,7 @@ class Flow:
             self._line.used(service.tenant, held_s / num_running)
             self._release(run)
 
-    async def _reserved(self, story: Story, service: Service, deadline: float) -> Run:
+    async def _reserved(self, story: Story, service: Service, deadline: float, sink: TokenSink) -> Run:
         """A newcomer waits `queue_timeout_s`, a stream that was accepted before `continue_timeout_s`."""
         limits = self._config.coordinator
         patience_s = limits.continue_timeout_s if story.is_resumed else limits.queue_timeout_s
@@ -223,7 +222,7 @@ class Flow:
         try:
             async with asyncio.timeout(line_deadline - time.monotonic()):
                 while True:
-                    grant = partial(self._grant, ask, story.arrived_s)
+                    grant = partial(self._grant, ask, story.arrived_s, sink)
                     run = await self._line.turn(entry, grant, kind, is_back)
                     if await self._is_granted(run, line_deadline):
                         return run
@@ -257,7 +256,7 @@ class Flow:
         )
         return ask, entry
 
-    def _grant(self, ask: Ask, arrived_s: float) -> Run | NotNow:
+    def _grant(self, ask: Ask, arrived_s: float, sink: TokenSink) -> Run | NotNow:
         """A run that its workers have heard of, or why there is none now.
 
         Raises OverloadedError if there never will be one.
@@ -269,7 +268,7 @@ class Flow:
         answer = self.predictor.place(ask, self._readers(), self._writers())
         if isinstance(answer, NotNow):
             return answer
-        run = self._make_run(ask.request, answer)
+        run = self._make_run(ask.request, answer, sink)
         self._num_running += 1
         try:
             run.dispatch()
@@ -344,10 +343,10 @@ class Flow:
             self._fleet.views("decode"), lambda worker_id: self._fleet.link(worker_id).status
         )
 
-    def _make_run(self, request: GenerateRequest, placement: Placement) -> Run:
+    def _make_run(self, request: GenerateRequest, placement: Placement, sink: TokenSink) -> Run:
         decode = self._fleet.link(placement.decode_id)
         prefill = self._fleet.link(placement.prefill_id) if placement.prefill_id else None
-        return Run(request, prefill, decode, self._means)
+        return Run(request, prefill, decode, self._means, sink)
 
     def _new_home(self, request: GenerateRequest, source: WorkerLink, free_share: float) -> WorkerLink | None:
         """Where a request that is decoded at `source` may move: `coordinator.move.Find`."""

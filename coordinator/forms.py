@@ -1,23 +1,30 @@
 """The two JSON forms of an answer: `chat.completion(.chunk)` and `text_completion`.
 
 A form turns pieces of one choice into that choice's JSON; what surrounds it (id, model, usage) is the same
-for both and lives in `Envelope`. Key order and null keys follow what clients were measured to need.
+for both and lives in `Envelope`. Key order and null keys follow what clients were measured to need. Of a stream's
+chunks all that is known beforehand is encoded beforehand: most of them bring one token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Protocol
 
 from contracts.request import Timings, Token
 from coordinator.calls import Argued, Called, Part, Said, Thought
-from coordinator.job import Job
+from coordinator.errors_http import encode_json
+from coordinator.job import Job, OutputPlan
 from coordinator.logprobs import PromptListing, finite
 from coordinator.outputs import End, Piece
 from coordinator.reading import MessageReader
 from engine.text.tokenizer import TextModel
 
 Json = dict[str, Any]
+
+# A choice of a chunk that brings text alone, of a chat and of a completion: index, text.
+_SAID = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
+_WRITTEN = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}'
 
 
 class Form(Protocol):
@@ -26,13 +33,13 @@ class Form(Protocol):
     Stateful: offsets grow as pieces pass. `whole` and streaming are not mixed.
     """
 
-    def opening(self, index: int) -> Json | None:
+    def opening(self, index: int) -> list[bytes]:
         """What a stream says of a choice before its text, if anything."""
 
-    def deltas(self, index: int, piece: Piece) -> list[Json]:
+    def deltas(self, index: int, piece: Piece) -> list[bytes]:
         """A piece's choice, in as many chunks as it takes, without finish reason."""
 
-    def closing(self, index: int, end: End) -> list[Json]:
+    def closing(self, index: int, end: End) -> list[bytes]:
         """The choice's last chunks; the very last has the reason."""
 
     def whole(self, index: int, piece: Piece, end: End) -> Json:
@@ -57,16 +64,15 @@ class Envelope:
             **job.mirror,
         }
         self._chunk_head = {**self._head, "object": "chat.completion.chunk"} if is_chat else self._head
+        self._counts_always = job.params.has_continuous_usage
+        self._before = b"data: " + encode_json(self._chunk_head)[:-1] + b',"choices":['
+        self._after = b'],"usage":null}\n\n' if job.params.includes_usage else b"]}\n\n"
 
-    def chunk(self, choice: Json, num_tokens: int = 0) -> Json:
-        """One choice's chunk; `usage` is there exactly when the client asked for it."""
-        chunk = {**self._chunk_head, "choices": [choice]}
-        params = self._job.params
-        if params.has_continuous_usage:
-            chunk["usage"] = self._counts(num_tokens)
-        elif params.includes_usage:
-            chunk["usage"] = None
-        return chunk
+    def chunk(self, choice: bytes, num_tokens: int) -> bytes:
+        """One choice's chunk as an event; `usage` is there exactly when the client asked for it."""
+        if self._counts_always:
+            return b'%b%b],"usage":%b}\n\n' % (self._before, choice, encode_json(self._counts(num_tokens)))
+        return self._before + choice + self._after
 
     def usage_chunk(self, ends: dict[int, End]) -> Json:
         return {**self._chunk_head, "choices": [], "usage": self.usage(ends)}
@@ -115,30 +121,29 @@ class ChatForm:
         self._prompt = PromptListing(job, text)
         self._beside: Json = {}
 
-    def opening(self, index: int) -> Json | None:
-        return _chat_chunk(index, {"role": "assistant", "content": ""})
+    def opening(self, index: int) -> list[bytes]:
+        return [encode_json(_chat_chunk(index, {"role": "assistant", "content": ""}))]
 
-    def deltas(self, index: int, piece: Piece) -> list[Json]:
+    def deltas(self, index: int, piece: Piece) -> list[bytes]:
         wants_tokens = self._wants_logprobs and bool(piece.tokens)
-        if self._reading.is_plain:
-            if not (piece.text or wants_tokens):
-                return []
-            return [_chat_chunk(index, {"content": piece.text}, self._logprobs(piece.tokens))]
-        deltas = [_delta(part) for part in self._reader(index).push(piece.text)]
+        if self._reading.is_plain and not wants_tokens:
+            text = piece.text
+            return [_SAID % (index, encode_json(text))] if text else []
+        deltas = [_delta(part) for part in self._parts(index, piece)]
         if wants_tokens and not deltas:
             deltas = [{"content": ""}]
         chunks = [_chat_chunk(index, delta) for delta in deltas]
         if chunks and wants_tokens:
             chunks[0]["logprobs"] = self._logprobs(piece.tokens)
-        return chunks
+        return list(map(encode_json, chunks))
 
-    def closing(self, index: int, end: End) -> list[Json]:
+    def closing(self, index: int, end: End) -> list[bytes]:
         last = {**_chat_chunk(index, {}), **_reason(end)}
         if self._reading.is_plain:
-            return [last]
+            return [encode_json(last)]
         reader = self._reader(index)
         chunks = [_chat_chunk(index, _delta(part)) for part in reader.flush()]
-        return [*chunks, {**last, "finish_reason": self._finish_reason(reader, end)}]
+        return list(map(encode_json, [*chunks, {**last, "finish_reason": self._finish_reason(reader, end)}]))
 
     def whole(self, index: int, piece: Piece, end: End) -> Json:
         message: Json = {"role": "assistant", "content": piece.text, "refusal": None}
@@ -152,6 +157,11 @@ class ChatForm:
 
     def beside(self) -> Json:
         return self._beside
+
+    def _parts(self, index: int, piece: Piece) -> list[Part]:
+        if self._reading.is_plain:
+            return [Said(piece.text)]
+        return self._reader(index).push(piece.text)
 
     def _reader(self, index: int) -> MessageReader:
         if index not in self._readers:
@@ -194,15 +204,17 @@ class CompletionForm:
         self._job = job
         self._prompt = PromptListing(job, text)
 
-    def opening(self, index: int) -> Json | None:
-        return None
+    def opening(self, index: int) -> list[bytes]:
+        return []
 
-    def deltas(self, index: int, piece: Piece) -> list[Json]:
-        has_tokens = self._wants_logprobs and bool(piece.tokens or piece.prompt)
-        return [self._choice(index, piece)] if piece.text or has_tokens else []
+    def deltas(self, index: int, piece: Piece) -> list[bytes]:
+        if self._wants_logprobs and bool(piece.tokens or piece.prompt):
+            return [encode_json(self._choice(index, piece))]
+        text = piece.text
+        return [_WRITTEN % (index, encode_json(text))] if text else []
 
-    def closing(self, index: int, end: End) -> list[Json]:
-        return [{"index": index, "text": "", "logprobs": None, **_reason(end)}]
+    def closing(self, index: int, end: End) -> list[bytes]:
+        return [encode_json({"index": index, "text": "", "logprobs": None, **_reason(end)})]
 
     def whole(self, index: int, piece: Piece, end: End) -> Json:
         return {**self._choice(index, piece), **_reason(end), **self._prompt.listed(index, piece.prompt)}
@@ -349,6 +361,8 @@ def _reason(end: End) -> Json:
     return reason
 
 
-def spread(pieces: Iterable[tuple[tuple[int, ...], Piece]]) -> list[tuple[int, Piece]]:
+def spread(pieces: Mapping[OutputPlan, Piece]) -> list[tuple[int, Piece]]:
     """(choice index, piece) for every choice that an output answers, by index."""
-    return sorted(((i, piece) for indices, piece in pieces for i in indices), key=lambda pair: pair[0])
+    found = [(index, piece) for plan, piece in pieces.items() for index in plan.indices]
+    found.sort(key=itemgetter(0))
+    return found

@@ -33,6 +33,7 @@ from contracts.messages import (
 )
 from contracts.request import Finished, Token
 from contracts.roles import RoleLabel
+from coordinator.alarm import Patience
 
 logger = logging.getLogger("baton.coordinator")
 
@@ -200,10 +201,10 @@ class WorkerLink:
         channel = await connect(self.info.host, self.info.port, self._hello, self._secret, self._check)
         self._channel = channel
         try:
-            while True:
-                async with asyncio.timeout(self._timeout_s):
-                    message = await channel.receive()
-                self._take(message)
+            async with Patience() as patience:
+                while True:
+                    patience.alarm.set(time.monotonic() + self._timeout_s)
+                    self._take(await channel.receive())
         except TimeoutError:
             raise WorkerLostError(f"no sign of life for {self._timeout_s} s") from None
         finally:
@@ -219,9 +220,11 @@ class WorkerLink:
 
     def _take(self, message: Message) -> None:
         match message:
-            case Tokens(items):
-                for item in items:
-                    self._give(item.request_id, item.token)
+            case Tokens(plain, detailed):
+                for request_id, index, token_id in plain:
+                    self._give(request_id, Token(index, token_id))
+                for request_id, token in detailed:
+                    self._give(request_id, token)
             case Reserved(request_id) | HandedOff(request_id) | Stayed(request_id):
                 self._give(request_id, message)
             case Ended(request_id, finished, error):

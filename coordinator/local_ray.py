@@ -16,6 +16,15 @@ from contracts.config_pools import PoolConfig
 _OBJECT_STORE_BYTES = 128 << 20  # Serve's messages are small and KV does not travel through Ray
 _SERVE_CPUS = 1.0  # room for Serve's own actors
 
+REPLICA_ENVIRONMENT = {
+    # Serve would run the application on a thread and in an event loop of its own, and pass each chunk over to the one
+    # with the socket: more time than the chunk itself takes, and no sign of a client that does not read.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    # Serve's own metrics are read every few seconds; by default they are written ten times a second, asked for or not.
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
+}
+"""What a replica of the coordinator wants of Serve, on a machine or in a cluster."""
+
 # A user's own values win.
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -30,8 +39,8 @@ RAY_ENVIRONMENT = {
     # Held calls are many and idle: with these two, each costs the coordinator less.
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-    # What the coordinator wants (app.REPLICA_ENVIRONMENT), for all: a worker does not mind.
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    # For all: a worker does not mind.
+    **REPLICA_ENVIRONMENT,
 }
 
 # Six processes of Ray's import Ray and Serve, and nothing of that is garbage: to look for some takes a seventh of it.

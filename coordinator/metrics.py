@@ -8,11 +8,14 @@ stale gauge.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from contracts.metrics import BLOCK_STATES, BY_NAME, METRICS, MetricSpec
 from contracts.roles import RoleLabel
@@ -23,7 +26,9 @@ from coordinator.promises import Met
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _CPU = "baton_coordinator_cpu_seconds_total"
-_AT_SCRAPE = (_CPU, "baton_worker_", "baton_link_", "baton_kv_", "baton_role")
+_TOKENS, _GAPS = "baton_output_tokens_total", "baton_itl_seconds"
+_OF_WORKERS = ("baton_worker_", "baton_link_", "baton_kv_", "baton_role")
+_AT_SCRAPE = (_CPU, _TOKENS, _GAPS, *_OF_WORKERS)
 
 
 class Metrics:
@@ -34,11 +39,12 @@ class Metrics:
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
-        self._gaps: dict[str, Histogram] = {}  # by endpoint: looked up with every token
+        self._tokens = _TokenCollector()
         for spec in METRICS:
             if not spec.name.startswith(_AT_SCRAPE):
                 self._add(spec)
         self._registry.register(_CpuCollector())
+        self._registry.register(self._tokens)
 
     def _add(self, spec: MetricSpec) -> None:
         if spec.kind == "counter":
@@ -72,14 +78,10 @@ class Metrics:
 
     def first_token(self, endpoint: str, ttft_s: float) -> None:
         self._histograms["baton_ttft_seconds"].labels(endpoint).observe(ttft_s)
-        self._counters["baton_output_tokens_total"].inc()
+        self._tokens.first()
 
     def next_token(self, endpoint: str, itl_s: float) -> None:
-        gaps = self._gaps.get(endpoint)
-        if gaps is None:
-            gaps = self._gaps[endpoint] = self._histograms["baton_itl_seconds"].labels(endpoint)
-        gaps.observe(itl_s)
-        self._counters["baton_output_tokens_total"].inc()
+        self._tokens.next(endpoint, itl_s)
 
     def ended(self, endpoint: str, outcome: str, e2e_s: float, num_tokens: int) -> None:
         self._counters["baton_requests_total"].labels(endpoint, outcome).inc()
@@ -136,16 +138,47 @@ class _CpuCollector(Collector):
         yield family
 
 
+class _TokenCollector(Collector):
+    """What is written with every token, and so must cost nearly nothing: plain numbers, no locks."""
+
+    def __init__(self) -> None:
+        self._bounds = BY_NAME[_GAPS].buckets
+        self._num_tokens = 0
+        self._counts: dict[
+            str, list[int]
+        ] = {}  # by endpoint: gaps in each bucket, the last one is without a bound
+        self._sums_s: dict[str, float] = {}
+
+    def first(self) -> None:
+        self._num_tokens += 1
+
+    def next(self, endpoint: str, gap_s: float) -> None:
+        self._num_tokens += 1
+        counts = self._counts.get(endpoint)
+        if counts is None:
+            counts = self._counts[endpoint] = [0] * (len(self._bounds) + 1)
+            self._sums_s[endpoint] = 0.0
+        counts[bisect_left(self._bounds, gap_s)] += 1
+        self._sums_s[endpoint] += gap_s
+
+    def collect(self) -> Iterator[Metric]:
+        tokens = _family(BY_NAME[_TOKENS])
+        tokens.add_metric((), self._num_tokens)
+        yield tokens
+        gaps = HistogramMetricFamily(_GAPS, BY_NAME[_GAPS].help, labels=BY_NAME[_GAPS].labels)
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        for endpoint, counts in self._counts.items():
+            buckets = list(zip(names, accumulate(counts), strict=True))
+            gaps.add_metric((endpoint,), buckets, self._sums_s[endpoint])
+        yield gaps
+
+
 class _WorkerCollector(Collector):
     def __init__(self, workers: Callable[[], Iterable[WorkerStatus]]) -> None:
         self._workers = workers
 
     def collect(self) -> Iterator[Metric]:
-        families = {
-            spec.name: _family(spec)
-            for spec in METRICS
-            if spec.name.startswith(_AT_SCRAPE) and spec.name != _CPU
-        }
+        families = {spec.name: _family(spec) for spec in METRICS if spec.name.startswith(_OF_WORKERS)}
         for worker in self._workers():
             for name, labels, value in _samples(worker):
                 families[name].add_metric(labels, value)

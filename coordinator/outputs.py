@@ -144,8 +144,8 @@ class Outputs:
         self._waiting: dict[OutputPlan, Piece] = {}
         self._num_open = len(job.plans)
         self._error: BaseException | None = None
-        self._news = asyncio.Event()
-        self._alarm = Alarm(self._news.set)
+        self._reader: asyncio.Future[None] | None = None  # while it waits
+        self._alarm = Alarm(self._wake)
 
     async def __aenter__(self) -> Self:
         for plan in self._job.plans:
@@ -169,9 +169,9 @@ class Outputs:
         if not self._waiting and self._error is None and self._num_open:
             if timeout_s is not None:
                 self._alarm.set(time.monotonic() + timeout_s)
-            await self._news.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
             self._alarm.off()
-        self._news.clear()
         waiting, self._waiting = self._waiting, {}
         if waiting:
             return waiting
@@ -196,7 +196,11 @@ class Outputs:
             self._waiting[plan] = piece
         if piece.end is not None:
             self._num_open -= 1
-        self._news.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def _run(self, plan: OutputPlan) -> None:
         if plan.request is None:
@@ -222,32 +226,38 @@ class Outputs:
             self._metrics.ended(self._job.endpoint, outcome, e2e_s, output.num_tokens)
 
     async def _generate(self, plan: OutputPlan, request: GenerateRequest, output: OutputText) -> Piece:
-        """Puts pieces as tokens come, and returns the last one when the backend is done or told to stop."""
-        stream = self._backend.generate(request, self._timeout_s)
-        previous: float | None = None
-        try:
-            async for item in stream:
-                if isinstance(item, Finished):
-                    self._metrics.cached(item.num_cached_tokens)
-                    return output.finish(item)
-                previous = self._observe(previous)
-                piece = output.push(item)
-                if piece.end is not None:
-                    return piece
-                self._put(plan, piece)
-        finally:
-            # Before the end is shown: the client must not see it while the engine still works for this
-            # output.
-            await stream.aclose()
-        raise Fault(f"expected a terminal event but the stream of {request.request_id} just ended")
+        """Puts pieces as tokens come, and returns the last one when the backend is done or told to stop.
 
-    def _observe(self, previous: float | None) -> float:
-        now = time.monotonic()
-        if previous is None:
-            self._metrics.first_token(self._job.endpoint, now - self._job.started)
+        Not before: the client must not see the end while the engine still works for this output.
+        """
+        last: Piece | None = None
+        previous_s: float | None = None
+
+        def take(token: Token) -> bool:
+            nonlocal last, previous_s
+            previous_s = self._observe(previous_s)
+            piece = output.push(token)
+            if piece.end is not None:
+                last = piece
+                return False
+            self._put(plan, piece)
+            return True
+
+        finished = await self._backend.generate(request, take, self._timeout_s)
+        if last is not None:
+            return last
+        if finished is None:
+            raise Fault(f"expected an end of {request.request_id} but there was none")
+        self._metrics.cached(finished.num_cached_tokens)
+        return output.finish(finished)
+
+    def _observe(self, previous_s: float | None) -> float:
+        now_s = time.monotonic()
+        if previous_s is None:
+            self._metrics.first_token(self._job.endpoint, now_s - self._job.started)
         else:
-            self._metrics.next_token(self._job.endpoint, now - previous)
-        return now
+            self._metrics.next_token(self._job.endpoint, now_s - previous_s)
+        return now_s
 
     def _fail(self, error: BaseException) -> None:
         if self._error is None:
@@ -256,4 +266,4 @@ class Outputs:
         for task in self._tasks:
             if task is not current:
                 task.cancel()
-        self._news.set()
+        self._wake()

@@ -1,20 +1,23 @@
 """One attempt at a request: on one pair of workers, and on those that its KV moves to while it is decoded.
 
-    dispatch ──► reserve ──► start ──► events: tokens by index, then Finished │ BatonError
+    dispatch ──► reserve ──► start ──► finish: tokens go to the sink by index, then Finished │ BatonError
                                 │                 └ MoveOn: the decode worker's stream goes on at another one (move.py)
                     close at any point: whoever has not told its end is told to forget the request
 
-The flow (flow.py) owns attempts and decides what follows a failed one.
+What a worker says is heard in the turn in which its link reads it (`_hear`), all the way to the sink; `reserve` and
+`finish` only wait for what comes of it. The flow (flow.py) owns attempts and decides what follows a failed one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from contracts.config import BatonConfig
@@ -27,7 +30,7 @@ from contracts.errors import (
     WorkerLostError,
 )
 from contracts.messages import HandedOff, Prefill, Reserve, Reserved, Role, Stayed
-from contracts.request import Finished, GenerateRequest, Token
+from contracts.request import Finished, GenerateRequest, Token, TokenSink
 from contracts.ticket import sign
 from coordinator.alarm import Alarm
 from coordinator.links import Event, MoveOn, WorkerLink
@@ -60,6 +63,8 @@ class Means:
     find: Find
     moved: Callable[[str, str, str], None]
     """(request_id, from, to): another worker decodes it from now on."""
+    was_read: Callable[[Run], None]
+    """Its first token is here: its reader is open for the next prompt."""
 
 
 class Run:
@@ -71,22 +76,30 @@ class Run:
         prefill: WorkerLink | None,
         decode: WorkerLink,
         means: Means,
+        sink: TokenSink,
     ) -> None:
         self.request = request
         self.prefill = prefill
         self.decode = decode
         self.handoff_s: float | None = 0.0 if prefill is None else None  # None: not told yet
         self._means = means
+        self._sink = sink
         self._config = means.config
         self._observer = means.observer
-        self._inbox: asyncio.Queue[tuple[WorkerLink, Event | None]] = asyncio.Queue()
-        # None among the events: nothing has come for as long as somebody waits.
-        self._alarm = Alarm(lambda: self._inbox.put_nowait((decode, None)))
+        self._deadline = math.inf
+        self._patience_s = means.config.coordinator.first_token_timeout_s
+        self._alarm = Alarm(self._lose_patience)
+        loop = asyncio.get_running_loop()
+        self._granted: asyncio.Future[None] = loop.create_future()
+        self._over: asyncio.Future[None] = loop.create_future()
+        self._error: Exception | None = None
+        self._end: Finished | None = None
         self._handoff_id = secrets.token_hex(8) if prefill is not None else ""
         self._num_cached = 0
         self._open: dict[WorkerLink, bool] = {}
         self._ids: dict[WorkerLink, str] = {}  # the request's name on each
         self._has_decode_spoken = False
+        self._has_token = False  # of this attempt
         self._output_ids = list(request.output_ids)
         self._early: dict[int, Token] = {}  # tokens whose predecessors have not come yet
         self._move: Move | None = None
@@ -115,19 +128,13 @@ class Run:
         """
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
-                while isinstance((heard := await self._inbox.get())[1], MoveOn):
-                    pass  # it is not decoded yet
+                await self._granted
         except TimeoutError:
             raise OverloadedError(
                 f"{self.decode.info.worker_id} did not answer a reservation in time"
             ) from None
-        link, event = heard
-        if isinstance(event, BatonError):
-            self._ended(link, cancel=isinstance(event, DrainingError))
-            raise event
-        if not isinstance(event, Reserved) or link is not self.decode:
-            raise Fault(f"expected a reservation but {link.info.worker_id} sent {type(event).__name__}")
-        self._num_cached = event.num_cached_tokens
+        if self._error is not None:
+            raise self._error
 
     def start(self) -> None:
         """Tell the prefilling worker to go. Raises WorkerLostError."""
@@ -140,65 +147,100 @@ class Run:
         ticket = ticket_of(self._handoff_id, self.request, self.prefill, self.decode)
         worker.send(Prefill(self.request, sign(ticket, self._means.secret), self._num_cached))
 
-    async def events(self, deadline: float) -> AsyncGenerator[Token | Finished, None]:
-        """Tokens by index, whichever worker sent them first, then Finished."""
-        limits = self._config.coordinator
-        start = len(self.request.output_ids)
-        end: Finished | None = None
-        patience_s = limits.first_token_timeout_s
-        # Decode may be through before the first token's frame from prefill is here: the end waits for it.
-        while end is None or self._early or len(self._output_ids) == start:
-            event = await self._next(deadline, patience_s)
-            if isinstance(event, Finished):
-                end = event
-            elif event is not None and event.index >= len(self._output_ids):
-                self._early[event.index] = event
-                if len(self._output_ids) == start:
-                    (self.prefill or self.decode).was_read(self.request.request_id)
-                while (token := self._early.pop(len(self._output_ids), None)) is not None:
-                    self._output_ids.append(token.token_id)
-                    patience_s = limits.stall_timeout_s
-                    yield token
-        yield replace(end, num_cached_tokens=max(end.num_cached_tokens, self._num_cached))
+    async def finish(self, deadline: float) -> Finished | None:
+        """Wait for the end; None when the sink has enough. Raises the error that ends the attempt."""
+        self._deadline = deadline
+        self._wait_on(time.monotonic())
+        await self._over
+        if self._error is not None:
+            raise self._error
+        return self._end
 
-    async def _next(self, deadline: float, patience_s: float) -> Token | Finished | None:
-        due_s = min(deadline, time.monotonic() + patience_s)
-        self._alarm.set(due_s)
-        while True:
-            link, event = await self._inbox.get()
-            if isinstance(event, MoveOn):
+    # --- what workers say -------------------------------------------------------------------------------------------
+
+    def _hear(self, link: WorkerLink, event: Event) -> None:
+        """One event of a link, which carries other requests too: whatever goes wrong here ends this attempt alone."""
+        if self._over.done():
+            return
+        try:
+            if not self._granted.done():
+                self._hear_grant(link, event)
+            elif isinstance(event, Token) and self._move is None:
+                self._hear_token(link, event)
+            elif isinstance(event, MoveOn):
                 self._leave(link, event.free_share)  # no sign of life: patience goes on
-            elif event is not None:
-                return self._take(link, event)
-            elif time.monotonic() >= due_s:  # not of an event before
-                break
-        if time.monotonic() >= deadline:
-            raise DeadlineError("the request did not finish before its deadline")
-        raise WorkerLostError(f"no token from {' or '.join(self.worker_ids)} for {patience_s} s")
+            else:
+                self._take(link, event)
+        except Exception as error:
+            self._fail(error)
 
-    def _take(self, link: WorkerLink, event: Event) -> Token | Finished | None:
-        """What of an event concerns the client. Raises the error that ends the attempt."""
-        if self._move is not None and self._is_moves(self._move, link, event):
-            return None
-        if link is self.decode:
-            self._has_decode_spoken = True
+    def _hear_grant(self, link: WorkerLink, event: Event) -> None:
+        if isinstance(event, MoveOn):
+            return  # it is not decoded yet
         if isinstance(event, BatonError):
             self._ended(link, cancel=isinstance(event, DrainingError))
-            if link is self.prefill and self._has_decode_spoken and not self._early:
-                return None  # prefill is gone, but its KV and its token had arrived: decode goes on alone
             raise event
-        if isinstance(event, HandedOff):
-            self._handed_off(link, event)
-            return None
-        if isinstance(event, Finished):
-            self._ended(link)
-            if link is self.prefill:
-                self.handoff_s = 0.0  # over with its first token: there was nothing to hand off
-            return event
-        if isinstance(event, Token):
-            self._last_token_s = time.monotonic()
-            return event
-        return None
+        if not isinstance(event, Reserved) or link is not self.decode:
+            raise Fault(f"expected a reservation but {link.info.worker_id} sent {type(event).__name__}")
+        self._num_cached = event.num_cached_tokens
+        self._granted.set_result(None)
+
+    def _hear_token(self, link: WorkerLink, token: Token) -> None:
+        """Tokens go on by index, whichever worker sent them first."""
+        if link is self.decode:
+            self._has_decode_spoken = True
+        self._last_token_s = time.monotonic()
+        if not self._has_token and token.index >= len(self._output_ids):
+            (self.prefill or self.decode).was_read(self.request.request_id)
+        if token.index > len(self._output_ids):
+            self._early[token.index] = token
+        elif token.index == len(self._output_ids):
+            self._pass_on(token)
+            while self._early and (ready := self._early.pop(len(self._output_ids), None)) is not None:
+                self._pass_on(ready)
+        if self._end is not None:
+            self._check_end()
+        self._wait_on(self._last_token_s)
+
+    def _pass_on(self, token: Token) -> None:
+        if self._over.done():
+            return
+        self._output_ids.append(token.token_id)
+        if not self._has_token:
+            self._has_token = True
+            self._patience_s = self._config.coordinator.stall_timeout_s
+            self._means.was_read(self)
+        if not self._sink(token):
+            self._end = None
+            self._over.set_result(None)
+
+    def _take(self, link: WorkerLink, event: Event) -> None:
+        """Any other event after the grant. Raises the error that ends the attempt."""
+        if self._move is not None and self._is_moves(self._move, link, event):
+            pass
+        elif isinstance(event, Token):
+            self._hear_token(link, event)
+            return
+        else:
+            if link is self.decode:
+                self._has_decode_spoken = True
+            if isinstance(event, BatonError):
+                self._failed(link, event)
+            elif isinstance(event, HandedOff):
+                self._handed_off(link, event)
+            elif isinstance(event, Finished):
+                self._ended(link)
+                if link is self.prefill:
+                    self.handoff_s = 0.0  # over with its first token: there was nothing to hand off
+                self._end = event
+                self._check_end()
+        self._wait_on(time.monotonic())
+
+    def _failed(self, link: WorkerLink, error: BatonError) -> None:
+        self._ended(link, cancel=isinstance(error, DrainingError))
+        if link is self.prefill and self._has_decode_spoken and not self._early:
+            return  # prefill is gone, but its KV and its token had arrived: decode goes on alone
+        raise error
 
     def _handed_off(self, link: WorkerLink, event: HandedOff) -> None:
         self._ended(link)
@@ -207,6 +249,33 @@ class Run:
         self._num_cached = max(self._num_cached, event.num_cached_tokens)
         self.handoff_s = event.exposed_s
         self._observer.handed_off(event.num_bytes, event.exposed_s)
+
+    def _check_end(self) -> None:
+        """Decode may be through before the first token's frame from prefill is here: the end waits for it."""
+        if self._end is not None and self._has_token and not self._early and not self._over.done():
+            num_cached = max(self._end.num_cached_tokens, self._num_cached)
+            self._end = replace(self._end, num_cached_tokens=num_cached)
+            self._over.set_result(None)
+
+    def _wait_on(self, now_s: float) -> None:
+        """Something has come: patience begins anew."""
+        if not self._over.done():
+            self._alarm.set(min(self._deadline, now_s + self._patience_s))
+
+    def _lose_patience(self) -> None:
+        if time.monotonic() >= self._deadline:
+            self._fail(DeadlineError("the request did not finish before its deadline"))
+        else:
+            workers = " or ".join(self.worker_ids)
+            self._fail(WorkerLostError(f"no token from {workers} for {self._patience_s} s"))
+
+    def _fail(self, error: Exception) -> None:
+        if self._over.done():
+            return
+        self._error = error
+        self._over.set_result(None)
+        if not self._granted.done():
+            self._granted.set_result(None)
 
     # --- to another decode worker -----------------------------------------------------------------------------------
 
@@ -280,6 +349,7 @@ class Run:
     def close(self) -> None:
         """End the request wherever it has not ended by itself; the workers end its entries in Serve's books."""
         self._alarm.close()
+        self._over.cancel()
         if self._move is not None:
             self._stay(self._move, "ended")
         for link, is_open in self._open.items():
@@ -287,15 +357,12 @@ class Run:
         self._open.clear()
 
     def _subscribe(self, link: WorkerLink, request: GenerateRequest) -> None:
-        def put(event: Event) -> None:
-            self._inbox.put_nowait((link, event))
-
         self._open[link] = True
         self._ids[link] = request.request_id
         is_own = request is self.request
         num_tokens = request.num_known_tokens if is_own and link is (self.prefill or self.decode) else 0
         is_answered_here = not is_own or link is self.decode
-        link.open(request.request_id, put, num_tokens, is_answered_here)
+        link.open(request.request_id, partial(self._hear, link), num_tokens, is_answered_here)
 
     def _ended(self, link: WorkerLink, cancel: bool = False) -> None:
         """It is over on this worker, and the load it carried is gone. `cancel`: the worker does not know yet."""

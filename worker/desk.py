@@ -47,10 +47,9 @@ from contracts.messages import (
     Reserve,
     Reserved,
     Stayed,
-    TokenItem,
     Tokens,
 )
-from contracts.request import GenerateRequest
+from contracts.request import GenerateRequest, Token
 from engine.blocks import BlockPool, Hold, HoldState
 from engine.loop import EndEvent, Event, StepLoop, TokenEvent
 from engine.sequence import Sequence
@@ -214,18 +213,18 @@ class Desk:
 
     def deliver(self, events: SequenceOf[Event]) -> None:
         """Events of one engine step: one Tokens frame per coordinator, then the ends."""
-        batches: defaultdict[Reply, list[TokenItem]] = defaultdict(list)
+        batches: defaultdict[Reply, list[tuple[str, Token]]] = defaultdict(list)
         ends: list[EndEvent] = []
         for event in events:
             entry = self._entries.get(event.request_id)
             if entry is None:
                 continue  # cancelled while the step ran
             if isinstance(event, TokenEvent):
-                batches[entry.reply].append(TokenItem(event.request_id, event.token))
+                batches[entry.reply].append((event.request_id, event.token))
             else:
                 ends.append(event)
         for reply, items in batches.items():
-            _try_send(reply, Tokens(tuple(items)))
+            _try_send(reply, Tokens.of(items))
         for end in ends:
             self._finish(end)
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from contracts.errors import DeadlineError
-from contracts.request import Finished, GenerateRequest, Token
+from contracts.request import Finished, GenerateRequest, Token, TokenSink
 from contracts.service import Service
-from coordinator.backend import Backend, Capacity, Readiness, TokenStream, WorkerAudit
+from coordinator.backend import Backend, Capacity, Readiness, WorkerAudit
 from coordinator.gateway.context import CURRENT, RequestContext
 from coordinator.planning import PlanRecord
 from coordinator.predict import Record
@@ -31,13 +30,41 @@ class MeteredBackend:
     def __init__(self, inner: Backend) -> None:
         self._inner = inner
 
-    def generate(
-        self, request: GenerateRequest, deadline_s: float | None, service: Service | None = None
-    ) -> TokenStream:
+    async def generate(
+        self,
+        request: GenerateRequest,
+        sink: TokenSink,
+        deadline_s: float | None,
+        service: Service | None = None,
+    ) -> Finished | None:
+        """Raises what the backend raises; RateLimitError, RequestError, DeadlineError of the context."""
         context = CURRENT.get()
         if context is None:
-            return self._inner.generate(request, deadline_s, service)
-        return _MeteredStream(self._inner, request, deadline_s, context)
+            return await self._inner.generate(request, sink, deadline_s, service)
+        now = asyncio.get_running_loop().time()
+        context.read(request.prompt_ids, now)
+        if context.deadline is not None:
+            rest_s = context.deadline - now
+            if rest_s <= 0:
+                raise _late()
+            deadline_s = rest_s if deadline_s is None else min(deadline_s, rest_s)
+        logger.debug("request %s generates as %s", context.request_id, request.request_id)
+        end = await self._run(_within(request, context), _counted(context, sink), deadline_s, context)
+        if end is not None:
+            context.num_cached_tokens += end.num_cached_tokens
+        return end
+
+    async def _run(
+        self, request: GenerateRequest, sink: TokenSink, deadline_s: float | None, context: RequestContext
+    ) -> Finished | None:
+        cut_off = None if context.deadline is None else context.deadline + _GRACE_S
+        try:
+            async with asyncio.timeout_at(cut_off) as timeout:
+                return await self._inner.generate(request, sink, deadline_s, context.service)
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise
+            raise _late() from error
 
     def readiness(self) -> Readiness:
         return self._inner.readiness()
@@ -55,57 +82,12 @@ class MeteredBackend:
         return self._inner.plans()
 
 
-class _MeteredStream:
-    """One output; a `TokenStream`. Its work starts with the first `__anext__`, like any other's."""
+def _counted(context: RequestContext, sink: TokenSink) -> TokenSink:
+    def count(token: Token) -> bool:
+        context.drew()
+        return sink(token)
 
-    def __init__(
-        self, backend: Backend, request: GenerateRequest, deadline_s: float | None, context: RequestContext
-    ) -> None:
-        self._backend = backend
-        self._request = request
-        self._deadline_s = deadline_s
-        self._context = context
-        self._stream: TokenStream | None = None
-
-    def __aiter__(self) -> AsyncIterator[Token | Finished]:
-        return self
-
-    async def __anext__(self) -> Token | Finished:
-        """Raises what the backend raises; RateLimitError, RequestError, DeadlineError of the context."""
-        stream = self._stream or self._start()
-        deadline = self._context.deadline
-        if deadline is None:
-            item = await stream.__anext__()
-        else:
-            try:
-                async with asyncio.timeout_at(deadline + _GRACE_S) as timeout:
-                    item = await stream.__anext__()
-            except TimeoutError as error:
-                if not timeout.expired():
-                    raise
-                raise _late() from error
-        if isinstance(item, Token):
-            self._context.drew()
-        elif isinstance(item, Finished):
-            self._context.num_cached_tokens += item.num_cached_tokens
-        return item
-
-    async def aclose(self) -> None:
-        if self._stream is not None:
-            await self._stream.aclose()
-
-    def _start(self) -> TokenStream:
-        context, request, now = self._context, self._request, asyncio.get_running_loop().time()
-        context.read(request.prompt_ids, now)
-        deadline_s = self._deadline_s
-        if context.deadline is not None:
-            rest_s = context.deadline - now
-            if rest_s <= 0:
-                raise _late()
-            deadline_s = rest_s if deadline_s is None else min(deadline_s, rest_s)
-        logger.debug("request %s generates as %s", context.request_id, request.request_id)
-        self._stream = self._backend.generate(_within(request, context), deadline_s, context.service)
-        return self._stream
+    return count
 
 
 def _within(request: GenerateRequest, context: RequestContext) -> GenerateRequest:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import processes
 from benchmarks.client import Call, Target
 from benchmarks.records import Record
-from benchmarks.surface import Spent, _behind, checks, first_byte, grammar, ingress, mean_gap_s
+from benchmarks.surface import Spent, _within, checks, first_byte, grammar, ingress, mean_gap_s
 
 
 def record(*times_s: float, **fields: Any) -> Record:
@@ -41,10 +41,10 @@ def test_what_the_ingress_takes_when_idle_is_no_cost_of_chunks() -> None:
     assert busy.since(idle) == Spent(5.0, pytest.approx(0.3), pytest.approx(0.1))
 
 
-def test_chunks_before_all_streams_have_begun_do_not_count() -> None:
-    late = _behind(record(1.0, 2.0, 3.0), at_s=2.0)
+def test_chunks_while_not_all_streams_run_do_not_count() -> None:
+    late = _within(record(1.0, 2.0, 3.0, 4.0), 2.0, 3.0)
     assert (late.chunk_times_s, late.chunk_tokens) == ((3.0,), (1,))
-    assert _behind(record(1.0), at_s=2.0).chunk_tokens == ()
+    assert _within(record(1.0), 2.0, 3.0).chunk_tokens == ()
 
 
 def test_a_chunk_of_several_tokens_is_no_longer_gap() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from contracts import wire
 from contracts.errors import ProtocolError
-from contracts.messages import PROTOCOL_VERSION, Message, Ping, TokenItem, Tokens
+from contracts.messages import PROTOCOL_VERSION, Message, Ping, Tokens
 from contracts.request import Token
 
 
@@ -95,7 +95,9 @@ def test_a_wrong_type_names_the_field() -> None:
 
 
 def test_one_frame_carries_a_step_of_tokens() -> None:
-    frame = Tokens(tuple(TokenItem(f"r{i}", Token(i, 5, -0.5, ((5, -0.5), (6, -1.5)))) for i in range(64)))
+    plain = [(f"r{i}", Token(i, 5)) for i in range(64)]
+    frame = Tokens.of([*plain, ("told", Token(0, 5, -0.5, ((5, -0.5), (6, -1.5))))])
+    assert len(frame.plain) == 64
     assert wire.decode(wire.encode(frame)) == frame
 
 

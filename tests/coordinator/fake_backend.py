@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contracts.blocks import BlockAudit, BlockOwner
 from contracts.errors import ContextLengthError, DeadlineError
 from contracts.messages import PeerEvent, PeerStatus, Status
-from contracts.request import Finished, GenerateRequest, Token
+from contracts.request import Finished, GenerateRequest, Token, TokenSink
 from contracts.service import Service
 from coordinator.backend import Capacity, PoolReadiness, Readiness, WorkerAudit, WorkerStatus
 from coordinator.placement import Placement
@@ -54,8 +54,12 @@ class FakeBackend:
         self.is_ready = True
 
     async def generate(
-        self, request: GenerateRequest, deadline_s: float | None, service: Service | None = None
-    ) -> AsyncGenerator[Token | Finished, None]:
+        self,
+        request: GenerateRequest,
+        sink: TokenSink,
+        deadline_s: float | None,
+        service: Service | None = None,
+    ) -> Finished | None:
         assert request.request_id not in self.running, "ids must be unique"
         self.requests.append(request)
         self.services.append(service)
@@ -66,7 +70,11 @@ class FakeBackend:
             if request.max_total_tokens > self.limit:
                 raise ContextLengthError(f"expected {self.limit} tokens but got {request.max_total_tokens}")
             async for item in self._play(request, deadline_s):
-                yield item
+                if isinstance(item, Finished):
+                    return item
+                if not sink(item):
+                    break
+            return None
         finally:
             self.running.remove(request.request_id)
             self.ended.append(request.request_id)

@@ -24,7 +24,6 @@ from contracts.messages import (
     Reserved,
     Role,
     Status,
-    TokenItem,
     Tokens,
     WorkerInfo,
 )
@@ -168,7 +167,7 @@ class FakeWorker:
 
 
 def send_tokens(channel: Channel, request_id: str, *indexes: int) -> None:
-    channel.send(Tokens(tuple(TokenItem(request_id, Token(i, next_token(i))) for i in indexes)))
+    channel.send(Tokens.of([(request_id, Token(i, next_token(i))) for i in indexes]))
 
 
 def finish(channel: Channel, request_id: str, reason: str = "length") -> None:

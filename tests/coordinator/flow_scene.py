@@ -15,6 +15,7 @@ from contracts.request import Finished, GenerateRequest, SamplingParams, Timings
 from coordinator.fleet import Fleet
 from coordinator.flow import Flow
 from tests.coordinator.fake_worker import SECRET, FakeWorker, finish, hand_off, next_token, send_tokens
+from tests.coordinator.streams import Stream
 
 EOS = 2
 
@@ -119,7 +120,7 @@ def request(max_tokens: int = 4, prompt_len: int = 20) -> GenerateRequest:
 async def collect(
     scene: Scene, req: GenerateRequest, deadline_s: float | None = 5.0
 ) -> list[Token | Finished]:
-    async with contextlib.aclosing(scene.flow.generate(req, deadline_s)) as events:
+    async with contextlib.aclosing(Stream(scene.flow, req, deadline_s)) as events:
         return [event async for event in events]
 
 

@@ -13,7 +13,7 @@ import pytest
 from contracts.channel import Channel
 from contracts.config import BatonConfig
 from contracts.errors import WireError, WorkerLostError
-from contracts.messages import Cancel, Ended, Prefill, Reserve, TokenItem, Tokens
+from contracts.messages import Cancel, Ended, Prefill, Reserve, Tokens
 from contracts.request import Finished, Token
 from contracts.roles import Duty
 from coordinator.cluster import ClusterBackend
@@ -21,6 +21,7 @@ from coordinator.http import make_app
 from tests.coordinator.fake_worker import FakeWorker, finish, hand_off, next_token, send_tokens
 from tests.coordinator.flow_scene import Scene, collect, expected, is_prefill, pair, request, scene
 from tests.coordinator.http_tools import MODEL, TEXT, error_of, events, joined
+from tests.coordinator.streams import Stream
 
 LOST = WireError("worker_lost", "gone")
 NUM_TOKENS = 6
@@ -188,7 +189,7 @@ async def test_a_stream_that_nobody_takes_over_ends_with_one_typed_error_in_time
             kill(s["d1"])
 
         on_first_prefill(s, disturb)
-        stream = s.flow.generate(request(NUM_TOKENS), 10.0)
+        stream = Stream(s.flow, request(NUM_TOKENS), 10.0)
         assert await anext(stream) == expected(1)[0]
         with pytest.raises(WorkerLostError, match=r"no worker could go on within 0\.2 s") as caught:
             await anext(stream)
@@ -225,8 +226,8 @@ def speaker(data: bytes, cut: int) -> Callable[[Channel, Prefill], None]:
             logprob = None if sampling.num_logprobs is None else -0.1 * index
             top = () if logprob is None else ((data[index], logprob), (66, -9.0))[: sampling.num_logprobs]
             token = Token(index, data[index], logprob, top)
-            items.append(TokenItem(command.request.request_id, token))
-        channel.send(Tokens(tuple(items)))
+            items.append((command.request.request_id, token))
+        channel.send(Tokens.of(items))
         if stop == last:
             channel.send(Ended(command.request.request_id, finished=Finished("length")))
         else:

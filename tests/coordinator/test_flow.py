@@ -35,6 +35,7 @@ from tests.coordinator.flow_scene import (
     scene,
     timings_of,
 )
+from tests.coordinator.streams import Stream
 
 
 async def test_a_request_goes_through_prefill_and_decode_to_one_end() -> None:
@@ -126,10 +127,48 @@ async def test_a_request_that_ends_with_its_first_token_frees_the_reservation() 
 async def test_leaving_cancels_on_both_workers() -> None:
     async with scene(*pair()) as s:
         s["p1"].on_prefill = lambda channel, command: send_tokens(channel, command.request.request_id, 0)
-        events = s.flow.generate(request(), 5.0)
+        events = Stream(s.flow, request(), 5.0)
         assert await anext(events) == Token(0, next_token(0))
         await events.aclose()
         await asyncio.gather(s["p1"].wait_for(is_cancel), s["d1"].wait_for(is_cancel))
+
+
+async def test_a_sink_that_has_enough_gets_no_more_and_both_workers_are_told() -> None:
+    async with scene(*pair()) as s:
+        tokens: list[Token] = []
+
+        def two(token: Token) -> bool:
+            tokens.append(token)
+            return len(tokens) < 2
+
+        s["p1"].on_prefill = lambda channel, command: send_tokens(
+            channel, command.request.request_id, 0, 1, 2
+        )
+        assert await s.flow.generate(request(), two, 5.0) is None
+        assert tokens == expected(2)
+        await asyncio.gather(s["p1"].wait_for(is_cancel), s["d1"].wait_for(is_cancel))
+
+
+async def test_a_fault_of_one_sink_leaves_the_other_requests_of_its_worker_alone() -> None:
+    async with scene(FakeWorker("decode", "d1")) as s:
+        commands: list[Prefill] = []
+
+        def script(channel: Channel, command: Prefill) -> None:
+            commands.append(command)
+            if len(commands) == 2:
+                for each in commands:
+                    send_tokens(channel, each.request.request_id, *range(4))
+                    finish(channel, each.request.request_id)
+
+        def broken(_token: Token) -> bool:
+            raise ZeroDivisionError
+
+        s["d1"].on_prefill = script
+        good = asyncio.create_task(collect(s, request()))
+        with pytest.raises(ZeroDivisionError):
+            await s.flow.generate(replace(request(), request_id="broken"), broken, 5.0)
+        assert await good == [*expected(4), Finished("length")]
+        assert s.recorder.continuations == []
 
 
 async def test_leaving_before_the_first_token_cancels_on_both_workers() -> None:
@@ -168,7 +207,7 @@ async def test_after_a_lost_decode_worker_the_stream_goes_on_from_the_tokens_sen
         got_two = asyncio.Event()
         p1.on_prefill = script
         events: list[Token | Finished] = []
-        async with contextlib.aclosing(s.flow.generate(request(max_tokens=6), 10.0)) as stream:
+        async with contextlib.aclosing(Stream(s.flow, request(max_tokens=6), 10.0)) as stream:
             async for event in stream:
                 events.append(event)
                 if len(events) == 2:
@@ -185,7 +224,7 @@ async def test_after_a_lost_decode_worker_the_stream_goes_on_from_the_tokens_sen
 async def test_a_worker_lost_after_the_last_token_does_not_ask_for_more() -> None:
     async with scene(*pair()) as s:
         run_remote(s, count=3, end=False)
-        events = s.flow.generate(request(max_tokens=3), 5.0)
+        events = Stream(s.flow, request(max_tokens=3), 5.0)
         got = [await anext(events) for _ in range(3)]
         await s["d1"].kill()
         got += [event async for event in events]
@@ -204,7 +243,7 @@ async def test_a_prefill_worker_lost_after_the_handoff_changes_nothing() -> None
 
         ids: list[str] = []
         s["p1"].on_prefill = script
-        events = s.flow.generate(request(), 5.0)
+        events = Stream(s.flow, request(), 5.0)
         got = [await anext(events) for _ in range(2)]
         await s["p1"].kill()
         send_tokens(s["d1"].channels[-1], ids[0], 2, 3)
@@ -340,7 +379,7 @@ async def test_a_stream_that_lost_its_worker_goes_before_a_full_line() -> None:
 
         channels: list[tuple[Channel, str]] = []
         decode.on_reserve, prefill.on_prefill = reserve, script
-        stream = s.flow.generate(request(), 5.0)
+        stream = Stream(s.flow, request(), 5.0)
         got = [await anext(stream)]
         waiting = asyncio.create_task(collect(s, replace(request(), request_id="newcomer")))
         async with asyncio.timeout(5):
@@ -397,7 +436,7 @@ async def test_a_prefill_worker_that_comes_back_is_told_its_peers_again() -> Non
 async def test_a_decode_worker_that_drains_is_a_peer_until_its_last_request_ends() -> None:
     async with scene(*pair()) as s:
         s["p1"].on_prefill = lambda channel, command: send_tokens(channel, command.request.request_id, 0)
-        events = s.flow.generate(request(), 5.0)
+        events = Stream(s.flow, request(), 5.0)
         await anext(events)
         s.fleet.sync("decode", [])
         assert s.fleet.views("decode") == []
@@ -418,7 +457,7 @@ async def test_a_closed_fleet_ends_every_open_request_at_once() -> None:
 
         s["d1"].on_reserve = reserve
         s["p1"].on_prefill = lambda channel, command: send_tokens(channel, command.request.request_id, 0)
-        running = s.flow.generate(request(), 5.0)
+        running = Stream(s.flow, request(), 5.0)
         assert await anext(running) == Token(0, next_token(0))
         waiting = asyncio.create_task(collect(s, replace(request(), request_id="waiting")))
         async with asyncio.timeout(5):
@@ -437,7 +476,7 @@ async def test_each_stage_holds_the_time_that_was_spent_in_it() -> None:
         waits_s: list[float] = []
         s["d1"].on_reserve = s["d1"].refuse
         begun_s = time.monotonic()
-        stream = s.flow.generate(request(max_tokens=2), 5.0)
+        stream = Stream(s.flow, request(max_tokens=2), 5.0)
         first = asyncio.create_task(anext(stream))
         await s["d1"].wait_for(lambda m: isinstance(m, Reserve))
         asked_s = time.monotonic()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
@@ -17,7 +17,7 @@ import uvicorn
 
 from contracts.config import BatonConfig
 from contracts.errors import WorkerLostError
-from contracts.request import GenerateRequest, Token
+from contracts.request import GenerateRequest, Token, TokenSink
 from coordinator.drain import Drain
 from coordinator.http import make_app
 from tests.coordinator.fake_backend import FakeBackend, Script, reply
@@ -252,11 +252,11 @@ async def test_a_reader_that_is_stuck_ends_its_request() -> None:
 async def test_a_client_that_stops_reading_is_cut_off_and_its_request_ended() -> None:
     """On a real connection with small buffers: an endless answer fills them, and then nothing moves any more."""
 
-    async def endless(request: GenerateRequest, *_: object) -> AsyncGenerator[Token, None]:
+    async def endless(request: GenerateRequest, sink: TokenSink, *_: object) -> None:
         backend.running.add(request.request_id)
         try:
             for index in count():
-                yield Token(index, 65)
+                assert sink(Token(index, 65))
                 await asyncio.sleep(0)
         finally:
             backend.running.discard(request.request_id)

@@ -19,7 +19,6 @@ from contracts.errors import (
     WorkerLostError,
 )
 from contracts.metrics import METRICS
-from contracts.request import Finished
 from coordinator.errors_http import error_headers
 from coordinator.http import off_loop
 from coordinator.metrics import Metrics
@@ -136,9 +135,8 @@ async def test_one_failed_choice_fails_the_request_and_stops_the_others() -> Non
 async def test_a_backend_without_terminal_event_is_our_fault() -> None:
     async with service() as s:
 
-        async def silent(*_: object) -> Any:
-            return
-            yield
+        async def silent(*_: object) -> None:
+            """Neither an end nor a sink that had enough."""
 
         s.backend.generate = silent  # type: ignore[method-assign, assignment]
         assert (await s.chat()).status_code == 500
@@ -151,9 +149,8 @@ async def test_the_edge_keeps_the_deadline_if_the_backend_does_not(
     monkeypatch.setattr("coordinator.outputs._DEADLINE_GRACE_S", 0.0)
     async with service(config=make_config(coordinator={"request_timeout_s": 0.02})) as s:
 
-        async def stuck(*_: object) -> Any:
+        async def stuck(*_: object) -> None:
             await asyncio.Event().wait()
-            yield Finished("stop")
 
         s.backend.generate = stuck  # type: ignore[method-assign, assignment]
         response = await s.chat(stream=stream)

@@ -23,6 +23,7 @@ from tests.coordinator.fake_worker import (
     send_tokens,
 )
 from tests.coordinator.flow_scene import Scene, collect, expected, request, scene
+from tests.coordinator.streams import Stream
 
 NUM_TOKENS = 8
 LOST = WireError("worker_lost", "gone")
@@ -310,7 +311,7 @@ async def test_a_decode_worker_short_of_blocks_lets_its_youngest_stream_go_to_on
         decode.on_prefill = lambda channel, command: send_tokens(channel, command.request.request_id, 0, 1, 2)
         decode.on_migrate = lambda channel, command: hand_off(channel, command.request_id)
         streams = [
-            s.flow.generate(replace(request(NUM_TOKENS), request_id=name), 15.0) for name in ("old", "young")
+            Stream(s.flow, replace(request(NUM_TOKENS), request_id=name), 15.0) for name in ("old", "young")
         ]
         for stream in streams:
             assert [await anext(stream) for _ in range(3)] == expected(3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -51,7 +51,7 @@ class Replica:
         """`per_s` requests in each of the next seconds, and a look at the end of each."""
         for _ in range(seconds):
             for _ in range(per_s):
-                await drained(self.meter, prompt_len, num_tokens)
+                drained(self.meter, prompt_len, num_tokens)
             self.now_s += 1.0
             await self.look()
 
@@ -73,21 +73,12 @@ class Replica:
                 await self.fleet.changed(0.05)
 
 
-async def stream_of(num_tokens: int, num_cached: int = 0) -> AsyncGenerator[Token | Finished, None]:
-    for index in range(num_tokens):
-        yield Token(index, 7)
-    yield Finished("length", num_cached_tokens=num_cached)
-
-
-async def refused() -> AsyncGenerator[Token | Finished, None]:
-    raise OverloadedError("no room")
-    yield Finished("length")
-
-
-async def drained(meter: DemandMeter, prompt_len: int, num_tokens: int, num_cached: int = 0) -> None:
+def drained(meter: DemandMeter, prompt_len: int, num_tokens: int, num_cached: int = 0) -> None:
     request = GenerateRequest("r", (1,) * prompt_len, SamplingParams(max_tokens=num_tokens))
-    async for _ in meter.measured(request, stream_of(num_tokens, num_cached)):
-        pass
+    with meter.measured(request, lambda _token: True) as measured:
+        for index in range(num_tokens):
+            assert measured.sink(Token(index, 7))
+        measured.ended(Finished("length", num_cached_tokens=num_cached))
 
 
 @contextlib.asynccontextmanager
@@ -270,7 +261,7 @@ async def test_demand_is_what_clients_ask_for_and_what_no_cache_holds() -> None:
     assert meter.mix(1) is None
     for number in range(600):
         now_s = number / 10
-        await drained(meter, 100, 20, num_cached=60)
+        drained(meter, 100, 20, num_cached=60)
     mix = meter.mix(1)
     assert mix is not None
     assert mix.requests_per_s == pytest.approx(10.0, rel=0.05)
@@ -283,9 +274,9 @@ async def test_demand_is_what_clients_ask_for_and_what_no_cache_holds() -> None:
 
 async def test_a_request_that_was_refused_is_demand_too() -> None:
     meter = DemandMeter(0.050, 10.0, lambda: 5.0)
-    stream = meter.measured(GenerateRequest("r", (1,) * 50, SamplingParams(max_tokens=4)), refused())
-    with pytest.raises(OverloadedError):
-        await anext(stream)
+    request = GenerateRequest("r", (1,) * 50, SamplingParams(max_tokens=4))
+    with pytest.raises(OverloadedError), meter.measured(request, lambda _token: True):
+        raise OverloadedError("no room")
     mix = meter.mix(1)
     assert mix is not None
     assert mix.prompt_tokens == pytest.approx(50)

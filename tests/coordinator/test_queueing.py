@@ -17,6 +17,7 @@ from contracts.service import Service
 from contracts.steps import StepReport
 from tests.coordinator.fake_worker import FakeWorker, finish, hand_off, next_token, send_tokens
 from tests.coordinator.flow_scene import Scene, expected, pair, request, run_remote, scene
+from tests.coordinator.streams import Stream
 
 BATCH, EFFORT = Service("batch"), Service("best_effort")
 # 10 ms to read the weights, 1 ms a prompt token.
@@ -29,7 +30,7 @@ def named(name: str, prompt_len: int = 20) -> GenerateRequest:
 
 
 async def ask(s: Scene, req: GenerateRequest, service: Service | None = None) -> list[Token | Finished]:
-    return [event async for event in s.flow.generate(req, 20.0, service)]
+    return [event async for event in Stream(s.flow, req, 20.0, service)]
 
 
 def beat(s: Scene, worker_id: str, steps: StepReport | None = None, **status: Any) -> None:
@@ -158,7 +159,7 @@ async def test_a_batch_stream_that_lost_its_worker_waits_for_nothing_to_be_left_
         unread = asyncio.create_task(ask(s, named("unread")))
         s["p1"].on_prefill = lambda *_: None
         await until(lambda: any(isinstance(m, Prefill) for m in s["p1"].heard))
-        stream = s.flow.generate(named("effort"), 5.0, replace(BATCH))
+        stream = Stream(s.flow, named("effort"), 5.0, replace(BATCH))
         first = asyncio.create_task(anext(stream))
         await until(lambda: s.flow.num_waiting == 1)  # the reader has something to read
         s["p1"].on_prefill = script
@@ -268,7 +269,7 @@ async def test_two_hundred_requests_of_all_classes_with_random_leaving_each_end_
             req, service = named(f"r{number}", rng.choice([5, 40, 150])), rng.choice(services)
             got: list[Token | Finished] = []
             try:
-                async for event in s.flow.generate(req, 30.0, service):
+                async for event in Stream(s.flow, req, 30.0, service):
                     got.append(event)
             except BatonError as error:
                 return error.code

@@ -139,9 +139,9 @@ def test_pythons_of_a_start_look_for_garbage_rarely(tmp_path: Path, monkeypatch:
 def test_a_coordinator_has_its_environment_from_ray_or_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from coordinator import app
 
-    for name in app.REPLICA_ENVIRONMENT:
+    for name in local_ray.REPLICA_ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
-    assert app._own_environment() == {"runtime_env": {"env_vars": app.REPLICA_ENVIRONMENT}}
+    assert app._own_environment() == {"runtime_env": {"env_vars": local_ray.REPLICA_ENVIRONMENT}}
     for name, value in local_ray.RAY_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     assert app._own_environment() == {}

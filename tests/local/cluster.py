@@ -18,6 +18,7 @@ from coordinator.flow import Flow
 from coordinator.metrics import Metrics
 from coordinator.phases import make_phases
 from coordinator.planning import Planning, make_planning
+from tests.coordinator.streams import Stream
 from worker.ranks import StartRank
 from worker.worker import Worker
 
@@ -37,7 +38,7 @@ class LocalCluster:
     async def run(self, request: GenerateRequest, timeout_s: float = 120.0) -> tuple[list[int], Finished]:
         """All token ids and the one end."""
         tokens: list[Token] = []
-        async for event in self.backend.generate(request, timeout_s):
+        async for event in Stream(self.backend, request, timeout_s):
             if isinstance(event, Finished):
                 return [token.token_id for token in tokens], event
             assert event.index == len(request.output_ids) + len(tokens)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from contracts.request import Finished, GenerateRequest, Token
+from tests.coordinator.streams import Stream
 from tests.local.cluster import LocalCluster, greedy, local_cluster
 
 PROMPT = [3 + i % 50 for i in range(70)]
@@ -46,7 +47,7 @@ async def events_of(
 ) -> list[Token | Finished]:
     """All events, with `do` after each token of `after`."""
     events: list[Token | Finished] = []
-    async with aclosing(cluster.flow.generate(request, 60.0)) as stream:
+    async with aclosing(Stream(cluster.flow, request, 60.0)) as stream:
         async for event in stream:
             events.append(event)
             if isinstance(event, Token) and event.index in after:
@@ -104,7 +105,7 @@ async def test_a_worker_that_leaves_for_long_hands_its_streams_on(tiny_model: Pa
         whole = await events_of(cluster, request)
         told: list[Token | Finished] = []
         infos = [worker.info for worker in cluster.workers.values() if worker.info.role == role]
-        async with aclosing(cluster.flow.generate(replace(request, request_id="moved"), 60.0)) as stream:
+        async with aclosing(Stream(cluster.flow, replace(request, request_id="moved"), 60.0)) as stream:
             async for event in stream:
                 told.append(event)
                 if len(told) == 3:

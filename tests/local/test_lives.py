@@ -16,6 +16,7 @@ from contracts.messages import Ended, Hello, Reserve, Reserved, Status
 from contracts.request import Finished, Token
 from coordinator.backend import Backend
 from tests.coordinator.backend_conformance import BackendConformance
+from tests.coordinator.streams import Stream
 from tests.local.cluster import SECRET, LocalCluster, greedy, local_cluster
 
 PROMPT = [3 + i % 50 for i in range(100)]
@@ -27,7 +28,7 @@ async def first_tokens(
     """Take `count` tokens and leave."""
     events: list[Token | Finished] = []
     request = greedy(name, PROMPT, max_tokens, ignore_eos=True)
-    async with aclosing(cluster.flow.generate(request, 30.0)) as stream:
+    async with aclosing(Stream(cluster.flow, request, 30.0)) as stream:
         async for event in stream:
             events.append(event)
             if len(events) == count:
@@ -124,7 +125,7 @@ async def test_a_stopped_decode_worker_hands_its_streams_to_another(tiny_model: 
     async with local_cluster(tiny_model, num_decodes=2) as cluster:
         tokens: list[int] = []
         async with aclosing(
-            cluster.flow.generate(greedy("moved", PROMPT, 60, ignore_eos=True), 60.0)
+            Stream(cluster.flow, greedy("moved", PROMPT, 60, ignore_eos=True), 60.0)
         ) as stream:
             async for event in stream:
                 if isinstance(event, Token):

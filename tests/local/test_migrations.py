@@ -14,6 +14,7 @@ import pytest
 
 from contracts.request import Finished, Token
 from engine.loop import Work
+from tests.coordinator.streams import Stream
 from tests.local.cluster import LocalCluster, greedy, local_cluster
 from tests.local.test_continuations import PROMPT, events_of, state_of
 from tests.local.test_continuations import STATES as SHORT_STATES
@@ -159,7 +160,7 @@ async def test_a_cut_between_the_workers_while_one_moves_is_not_noticed(tiny_mod
         whole = await events_of(cluster, request)
     async with local_cluster(tiny_model, 1, 2, engine__num_blocks=64) as cluster:
         told: list[Token | Finished] = []
-        async with aclosing(cluster.flow.generate(replace(request, request_id="cut"), 60.0)) as stream:
+        async with aclosing(Stream(cluster.flow, replace(request, request_id="cut"), 60.0)) as stream:
             async for event in stream:
                 told.append(event)
                 if len(told) == 3:

@@ -13,6 +13,7 @@ from coordinator.fleet import Fleet
 from coordinator.flow import Flow
 from coordinator.metrics import Metrics
 from coordinator.placement import WorkerView
+from tests.coordinator.streams import Stream
 from tests.local.cluster import SECRET, LocalCluster, greedy, local_cluster
 from tests.local.test_handoffs import held_up
 
@@ -48,8 +49,8 @@ async def test_each_replica_counts_the_others_streams_and_forgets_them_with_it(t
     ):
         request = greedy("mine", PROMPT, 50, ignore_eos=True)
         with held_up(cluster.workers["decode-0"]):
-            async with aclosing(cluster.flow.generate(request, 30.0)) as mine:
-                async with aclosing(flow.generate(replace(request, request_id="theirs"), 30.0)) as theirs:
+            async with aclosing(Stream(cluster.flow, request, 30.0)) as mine:
+                async with aclosing(Stream(flow, replace(request, request_id="theirs"), 30.0)) as theirs:
                     assert isinstance(await anext(mine), Token)
                     assert isinstance(await anext(theirs), Token)
                     # as the one that has it counts it, and as the other is told of it
@@ -67,7 +68,7 @@ async def test_a_replica_that_dies_with_its_streams_leaves_no_block_and_disturbs
         expected, _ = await cluster.run(greedy("alone", PROMPT, 100, ignore_eos=True))
         async with second_replica(cluster) as (fleet, flow), asyncio.TaskGroup() as tasks:
             mine = tasks.create_task(cluster.run(greedy("mine", PROMPT, 100, ignore_eos=True)))
-            theirs = flow.generate(greedy("theirs", PROMPT, 150, ignore_eos=True), 30.0)
+            theirs = Stream(flow, greedy("theirs", PROMPT, 150, ignore_eos=True), 30.0)
             assert isinstance(await anext(theirs), Token)
             for link in fleet.links():  # a SIGKILL: nothing is told, the connections just end
                 assert link._channel is not None

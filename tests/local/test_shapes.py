@@ -13,6 +13,7 @@ from contracts.errors import RequestError
 from contracts.request import Finished, PromptLogprob, Token
 from engine.text.grammar import json_grammar, regex_grammar
 from engine.text.tokenizer import load_text
+from tests.coordinator.streams import Stream
 from tests.local.cluster import LocalCluster, greedy, local_cluster
 from tests.local.test_parity import SHORT
 
@@ -29,7 +30,7 @@ GRAMMAR = json_grammar(
 
 async def tokens_of(cluster: LocalCluster, name: str, max_tokens: int, **sampling: object) -> list[Token]:
     found = [
-        event async for event in cluster.backend.generate(greedy(name, PROMPT, max_tokens, **sampling), 120.0)
+        event async for event in Stream(cluster.backend, greedy(name, PROMPT, max_tokens, **sampling), 120.0)
     ]
     assert isinstance(found[-1], Finished)
     return [event for event in found if isinstance(event, Token)]
