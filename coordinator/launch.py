@@ -42,7 +42,7 @@ from coordinator.progress import WorkerLog, reason_of
 
 READY_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 45.0  # beyond the drain
-_READY_INTERVAL_S = 0.2
+_READY_INTERVAL_S = 0.1
 _FAILURES_INTERVAL_S = 1.0
 _STILL_S = 10.0
 _HTTP_TIMEOUT_S = 5.0

@@ -6,15 +6,19 @@ import contextlib
 import inspect
 import logging
 import os
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from contracts.config import BatonConfig
 from contracts.config_pools import PoolConfig
 
 _OBJECT_STORE_BYTES = 128 << 20  # Serve's messages are small and KV does not travel through Ray
 _SERVE_CPUS = 1.0  # room for Serve's own actors
+_NODE_TIMEOUT_S = 30.0  # as Ray's own
+_NODE_INTERVAL_S = 0.05
 
 REPLICA_ENVIRONMENT = {
     # Serve would run the application on a thread and in an event loop of its own, and pass each chunk over to the one
@@ -39,6 +43,8 @@ RAY_ENVIRONMENT = {
     # Held calls are many and idle: with these two, each costs the coordinator less.
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    # Serve's controller looks at everything that often, by itself ten times a second; streams need the core more.
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
     # For all: a worker does not mind.
     **REPLICA_ENVIRONMENT,
 }
@@ -52,7 +58,7 @@ def start_ray(run_dir: Path, config: BatonConfig) -> None:
     import ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)
-    with _fewer_processes(), _patient_python(run_dir / "python"):
+    with _fewer_processes(), _node_seen_at_once(), _patient_python(run_dir / "python"):
         ray.init(
             address="local",
             num_cpus=_logical_cpus(config),
@@ -106,6 +112,29 @@ def _fewer_processes() -> Iterator[None]:
         parameter.RayParams = plain
         if start_api_server is not None:
             node.Node.start_api_server = start_api_server
+
+
+@contextlib.contextmanager
+def _node_seen_at_once() -> Iterator[None]:
+    """Within, ray.init sees that its node has come up when it has; by itself it looks once a second."""
+    from ray._private import services
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # in a compiled module
+
+    plain = services.get_node
+
+    def get_node(gcs_address: str, node_id: str) -> Any:
+        client, deadline_s = GcsClient(address=gcs_address), time.monotonic() + _NODE_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            if any(known.hex() == node_id for known in client.get_all_node_info(timeout=_NODE_TIMEOUT_S)):
+                break
+            time.sleep(_NODE_INTERVAL_S)
+        return plain(gcs_address, node_id)
+
+    services.get_node = get_node
+    try:
+        yield
+    finally:
+        services.get_node = plain
 
 
 def _logical_cpus(config: BatonConfig) -> int:

@@ -150,7 +150,6 @@ class Worker:
         )
         kv_port = await self._kv.start(host)
         grammars = LazyGrammars(lambda: load_text(model_path))
-        await asyncio.to_thread(grammars.warm)
         self._desk = Desk(self._engine, self._phases, self._pool, self._kv, grammars, self._publish_soon)
         self._kv.on_peers_changed = self._publish_status
         self._server = ChannelServer(self._hello, self._secret, self._serve)
@@ -158,6 +157,8 @@ class Worker:
         self._engine.start()
         self._watchdog.start()
         self._spawn(self._beat())
+        # While this worker is found and its paths are tested: nobody streams from it yet.
+        self._spawn(asyncio.to_thread(grammars.warm))
         self._info = WorkerInfo(
             self._worker_id,
             self._role,

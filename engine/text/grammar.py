@@ -173,7 +173,7 @@ class LazyGrammars:
     """`Grammars` of a model whose tokenizer is read by `warm`; safe from any thread.
 
     NOTE: reading a tokenizer holds the interpreter for a second or more, during which no stream gets a token and no
-    heartbeat leaves: whoever serves calls `warm` before it serves.
+    heartbeat leaves: whoever serves calls `warm` before its first stream.
     """
 
     def __init__(self, load: Callable[[], TextModel]) -> None:
