@@ -96,10 +96,10 @@ class UcxLink:
         return None
 
     def post_recv(self, tag: int, buffer: memoryview, on_bytes: OnBytes | None = None) -> Op:
-        return self._begin(_Transfer(self, buffer, "tag_recv", self._receive_base, tag, on_bytes))
+        return self._begin(_Transfer(self, buffer, "tag_recv", self._receive_base | tag, on_bytes))
 
     def send(self, tag: int, buffer: memoryview) -> Op:
-        return self._begin(_Transfer(self, buffer, "tag_send", self._send_base, tag))
+        return self._begin(_Transfer(self, buffer, "tag_send", self._send_base | tag))
 
     async def close(self) -> None:
         """Raises LinkClosed if UCX does not let go of the buffers in time: they must not be used again."""
@@ -159,28 +159,22 @@ class _Transfer:
     """One message under way: two requests of UCX, one Op. All but the making runs on the engine thread."""
 
     def __init__(
-        self,
-        link: UcxLink,
-        buffer: memoryview,
-        method: str,
-        base: int,
-        tag: int,
-        on_bytes: OnBytes | None = None,
+        self, link: UcxLink, buffer: memoryview, method: str, tag: int, on_bytes: OnBytes | None = None
     ) -> None:
-        assert 0 <= tag <= MAX_TAG, f"tag {tag} has more than 22 bits"
+        assert not tag >> 22 & 1, "a link's own tags have 22 bits"
         self.op = Op()
         self._link = link
         self._buffer = buffer
         self._method = method
         self._on_bytes = on_bytes
-        self._tag = base | tag
+        self._tag = tag
         self._length = array.array("Q", [len(buffer)])
         self._num_left = 0
         self._error: Exception | None = None
 
     def start(self) -> None:
         link, ucx = self._link, self._link._ucx
-        if link._is_ended:
+        if link._is_ended or not link._endpoint.alive:  # UCX would never return
             ucx.engine.tell(lambda: self.op.fail(LinkClosed("link is closed")))
             return
         link._num_open += 1
@@ -215,11 +209,8 @@ class _Transfer:
         if self._error is None:
             self.op.finish(self._length[0])
         elif isinstance(self._error, self._link._ucx.truncated):
-            self.op.fail(
-                TransferTruncated(
-                    f"expected at most {len(self._buffer)} bytes but peer sent {self._length[0]}"
-                )
-            )
+            told = f"expected at most {len(self._buffer)} bytes but peer sent {self._length[0]}"
+            self.op.fail(TransferTruncated(told))
         else:
             self.op.fail(LinkClosed(f"data link ended: {self._error}"))
 
@@ -358,6 +349,10 @@ class UcxTransport:
                 done.set_exception(LinkClosed(f"ucx: {error}"))
 
         def begin() -> Any:
+            if (
+                not endpoint.alive
+            ):  # with a failed endpoint, UCX would never return, and no link of ours would go on
+                raise LinkClosed("the peer is gone")
             request = getattr(endpoint, method)(ucx.array(buffer))
             ucx.engine.watch(request, lambda error: ucx.engine.tell(partial(finish, error)))
 

@@ -136,5 +136,15 @@ async def test_nobody_there_is_link_closed(make: Callable[[], Transport]) -> Non
     with pytest.raises(LinkClosed, match="no data link came"):
         await listener.accept(TOKEN, 0.01)
     await listener.close()
+    dialler = make()
     with pytest.raises(LinkClosed):
-        await make().connect(address, TOKEN, 0.5)
+        await dialler.connect(address, TOKEN, 0.5)
+    # One dead address must not cost the others.
+    living = make()
+    address = await living.listen()
+    near, far = await asyncio.gather(dialler.connect(address, TOKEN, 5.0), living.accept(TOKEN, 5.0))
+    received = far.post_recv(0, view(3))
+    await near.send(0, view(3)).wait()
+    assert await received.wait() == 3
+    for part in (near, far, dialler, living):
+        await part.close()

@@ -73,7 +73,7 @@ class Told:
             type(message)
             for message in self.messages
             if getattr(message, "request_id", "") == name
-            or (isinstance(message, Tokens) and any(item.request_id == name for item in message.items))
+            or (isinstance(message, Tokens) and any(item[0] == name for item in (*message.plain, *message.detailed)))
         ]
 
 
