@@ -37,7 +37,6 @@ logger = logging.getLogger("baton.kvtransfer")
 
 CLOSE_TIMEOUT_S = 5.0
 CLOSE_PERIOD_NS, CLOSE_ATTEMPTS = 10_000_000, 100
-MAX_TAG = (1 << 22) - 1
 
 # Where the environment does not say otherwise. TCP with UCX's small default segments has a third of the speed; without
 # keep-alives the loss of a host (not of a process) takes minutes to show.

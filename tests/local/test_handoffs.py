@@ -73,7 +73,10 @@ class Told:
             type(message)
             for message in self.messages
             if getattr(message, "request_id", "") == name
-            or (isinstance(message, Tokens) and any(item[0] == name for item in (*message.plain, *message.detailed)))
+            or (
+                isinstance(message, Tokens)
+                and any(item[0] == name for item in (*message.plain, *message.detailed))
+            )
         ]
 
 
