@@ -107,10 +107,12 @@ def serve_environment(instance: Instance) -> dict[str, str]:
     To be set before `ray.serve` is imported; the processes that Ray starts inherit them.
     """
     run_dir = instance.run_dir
-    stats, metrics, fallback_http, fallback_grpc = free_ports(4)
     # Ingress replicas count up from the first port of their range; ranges of instances rarely meet, and Serve tries
     # the next port when one is taken.
     first = _FIRST_PORT + instance.claim.port * 53 % _NUM_PORT_RANGES * _PORTS_PER_INSTANCE
+    last = first + _PORTS_PER_INSTANCE
+    # NOTE: not any free port: seconds pass until HAProxy listens, and Ray's processes take many ports meanwhile.
+    stats, metrics, fallback_http, fallback_grpc = free_ports(4, range(last - 1, first, -1))
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(write_script(run_dir)),
@@ -126,7 +128,7 @@ def serve_environment(instance: Instance) -> dict[str, str]:
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_http),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_grpc),
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first + _PORTS_PER_INSTANCE),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(min(stats, metrics, fallback_http, fallback_grpc)),
         # A reload (any change of replicas) leaves the old HAProxy to finish its streams, but only for this long; the
         # default of 120 s would cut long answers.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "900",

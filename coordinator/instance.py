@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import secrets
@@ -23,7 +24,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -150,13 +151,22 @@ def sweep() -> list[int]:
     return swept
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now. They are not held: use them soon."""
+def free_ports(count: int, among: Iterable[int] | None = None) -> list[int]:
+    """Ports nobody listens on now. They are not held: use them soon, or name some (`among`) that the system gives to
+    nobody by itself. Raises ConfigError if too few of those are free.
+    """
     with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for holder in found:
-            holder.bind(("", 0))
-        return [holder.getsockname()[1] for holder in found]
+        found: list[int] = []
+        for port in itertools.repeat(0) if among is None else among:
+            if len(found) == count:
+                break
+            holder = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                holder.bind(("", port))
+                found.append(holder.getsockname()[1])
+        if len(found) < count:
+            raise ConfigError(f"expected {count} free ports of {among} but got {len(found)}")
+        return found
 
 
 def _claims_dir() -> Path:

@@ -88,6 +88,15 @@ def test_claim_gives_a_private_folder_and_gives_it_back() -> None:
     assert not held.run_dir.exists()
 
 
+def test_ports_for_later_are_those_of_a_range_that_nobody_listens_on() -> None:
+    [first] = free_ports(1)
+    with socket.create_server(("", first)):
+        [second] = free_ports(1, [first, *free_ports(1)])
+        assert second != first
+        with pytest.raises(ConfigError, match="expected 1 free ports"):
+            free_ports(1, [first])
+
+
 def test_every_address_is_shown_as_loopback() -> None:
     [port] = free_ports(1)
     held = claim_port("0.0.0.0", port)
@@ -187,7 +196,11 @@ def test_a_file_written_while_the_folder_goes_is_removed_too(monkeypatch: pytest
 
 
 def test_instances_share_no_file_and_no_port() -> None:
-    first, second = (claim_port("127.0.0.1", port) for port in free_ports(2))
+    [port] = free_ports(1)
+    [neighbour] = free_ports(
+        1, range(port + 1, port + 100)
+    )  # ports 200 apart share a range, and look what is free
+    first, second = (claim_port("127.0.0.1", number) for number in (port, neighbour))
     one, two = haproxy.serve_environment(first), haproxy.serve_environment(second)
     for name in one:
         own = name.endswith(("_LOC", "_PATH", "_BASE", "_FILE", "_PORT")) and "IMPORT_PATH" not in name
