@@ -23,7 +23,7 @@ import torch
 
 from kvtransfer.transport import Link
 
-WINDOW = 4
+WINDOW = 2
 """Slots of one flow at a time: what is under way while the word that a slot is free again goes back and forth."""
 
 QUARANTINE_GRACE_S = 1.0
