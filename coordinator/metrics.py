@@ -144,9 +144,8 @@ class _TokenCollector(Collector):
     def __init__(self) -> None:
         self._bounds = BY_NAME[_GAPS].buckets
         self._num_tokens = 0
-        self._counts: dict[
-            str, list[int]
-        ] = {}  # by endpoint: gaps in each bucket, the last one is without a bound
+        # By endpoint: gaps in each bucket, the last one is without a bound.
+        self._counts: dict[str, list[int]] = {}
         self._sums_s: dict[str, float] = {}
 
     def first(self) -> None:

@@ -16,17 +16,17 @@ from kvtransfer.transport import Link
 
 @dataclass(eq=False, slots=True)
 class Connection:
-    """`is_rounded`: its KV comes in 8 bits (fp8.py)."""
+    """`is_rounded`: its KV comes in 8 bits (fp8.py). `receiving`: slot -> deadline of its bytes, or of their echo.
+    `aborting`: handoff -> deadline of its AbortOk.
+    """
 
     number: int
     channel: Channel
     link: Link
     staging: Staging
     is_rounded: bool
-    receiving: dict[int, float] = field(
-        default_factory=dict
-    )  # slot -> deadline of its bytes, or of their echo
-    aborting: dict[str, float] = field(default_factory=dict)  # handoff -> deadline of AbortOk
+    receiving: dict[int, float] = field(default_factory=dict)
+    aborting: dict[str, float] = field(default_factory=dict)
 
     @property
     def source(self) -> tuple[str, int]:
