@@ -119,15 +119,17 @@ def _node_seen_at_once() -> Iterator[None]:
     """Within, ray.init sees that its node has come up when it has; by itself it looks once a second."""
     from ray._private import services
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # in a compiled module
+    from ray.exceptions import RpcError
 
     plain = services.get_node
 
     def get_node(gcs_address: str, node_id: str) -> Any:
         client, deadline_s = GcsClient(address=gcs_address), time.monotonic() + _NODE_TIMEOUT_S
-        while time.monotonic() < deadline_s:
-            if any(known.hex() == node_id for known in client.get_all_node_info(timeout=_NODE_TIMEOUT_S)):
-                break
-            time.sleep(_NODE_INTERVAL_S)
+        with contextlib.suppress(RpcError):  # Ray itself looks again, and has more patience
+            while time.monotonic() < deadline_s:
+                if any(known.hex() == node_id for known in client.get_all_node_info(timeout=_NODE_TIMEOUT_S)):
+                    break
+                time.sleep(_NODE_INTERVAL_S)
         return plain(gcs_address, node_id)
 
     services.get_node = get_node

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from contracts.channel import Channel
 from contracts.config import BatonConfig, load_config
@@ -122,6 +123,20 @@ async def collect(
 ) -> list[Token | Finished]:
     async with contextlib.aclosing(Stream(scene.flow, req, deadline_s)) as events:
         return [event async for event in events]
+
+
+async def all_heard(scene: Scene, worker: FakeWorker) -> None:
+    """What `worker` has said until now has reached the flow: a heartbeat that it sent after that has."""
+    link, beat = scene.fleet.link(worker.worker_id), replace(worker.status(), reason=secrets.token_hex(4))
+    worker.channels[-1].send(beat)
+    await until(lambda: link.status == beat)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """As soon as the loop has made it true; fails after 5 s."""
+    async with asyncio.timeout(5):
+        while not holds():
+            await asyncio.sleep(0)
 
 
 def timings_of(events: list[Token | Finished]) -> Timings:

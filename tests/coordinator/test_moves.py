@@ -22,7 +22,7 @@ from tests.coordinator.fake_worker import (
     next_token,
     send_tokens,
 )
-from tests.coordinator.flow_scene import Scene, collect, expected, request, scene
+from tests.coordinator.flow_scene import Scene, all_heard, collect, expected, request, scene, until
 from tests.coordinator.streams import Stream
 
 NUM_TOKENS = 8
@@ -249,9 +249,11 @@ async def test_a_source_that_dies_when_the_target_streams_is_not_missed_unless_t
             story.from_target(command, 5)
 
             async def die() -> None:
-                await asyncio.sleep(0.05)  # its words are on the wire
+                link = s.fleet.link(story.source.worker_id)
+                await all_heard(s, story.source)
+                await all_heard(s, story.target)
                 await story.source.kill()
-                await asyncio.sleep(0.05)
+                await until(lambda: not link.is_alive)
                 if has_all:
                     story.from_target(command, 6, 7, end=True)
 
@@ -289,7 +291,11 @@ async def test_a_lost_first_token_is_not_waited_for() -> None:
             if len(names) > 1:
                 raise AssertionError("prefill is gone")
             send_tokens(target, name, 1, 2)
-            asyncio.get_running_loop().call_later(0.05, lambda: tasks.create_task(s["p1"].kill()))
+            tasks.create_task(die(s[command.ticket.target_id]))
+
+        async def die(target: FakeWorker) -> None:
+            await all_heard(s, target)
+            await s["p1"].kill()
 
         def read_here(channel: Channel, command: Prefill) -> None:
             send_tokens(channel, command.request.request_id, *range(NUM_TOKENS))
