@@ -203,6 +203,7 @@ def _start(
     signal.signal(signal.SIGTERM, _interrupt)
     stages.begin("starting Serve")
     from ray import serve
+    from ray.exceptions import RayActorError
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     http_options = {"host": instance.claim.host, "port": instance.claim.port}
@@ -219,7 +220,8 @@ def _start(
             wait_for_ingress_deployment_creation=False,
             wait_for_applications_running=False,
         )
-        proxies.result()
+        with contextlib.suppress(RayActorError):  # a proxy has died; Serve starts another one
+            proxies.result()
         _wait_ready(instance.claim.url, stages, _failures)
 
 

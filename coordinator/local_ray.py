@@ -43,6 +43,8 @@ RAY_ENVIRONMENT = {
     # Held calls are many and idle: with these two, each costs the coordinator less.
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    # A proxy that is still importing after this time is killed for another one, which is no quicker.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     # Serve's controller looks at everything that often, by itself ten times a second; streams need the core more.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
     # For all: a worker does not mind.

@@ -25,9 +25,9 @@ END_TIMEOUT_S = 60.0
 class Launcher:
     """`python -m tests.deploy.tiny_app` on a free port; its output up to the summary."""
 
-    def __init__(self, cache: Path) -> None:
+    def __init__(self, cache: Path, **variables: str) -> None:
         [self.port] = free_ports(1)
-        environment = {**os.environ, "BATON_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "BATON_CACHE": str(cache), "PYTHONPATH": str(ROOT), **variables}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.deploy.tiny_app", "--port", str(self.port)],
             stdout=subprocess.PIPE,
@@ -65,7 +65,8 @@ class Launcher:
 @pytest.mark.slow
 def test_two_instances_live_and_end_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_CACHE", str(tmp_path))
-    first, second = Launcher(tmp_path), Launcher(tmp_path)
+    # A second is too little for a proxy: Serve kills it, and gives the next one more.
+    first, second = Launcher(tmp_path), Launcher(tmp_path, RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S="1")
     try:
         first.wait_ready()
         second.wait_ready()
