@@ -456,6 +456,7 @@ def check_no_cross_talk(api: Api, body: dict[str, Any]) -> None:
         for i in range(32)
     ]
     together = api.together(bodies)
+    assert not [response.text for response in together if response.status_code != 200]
     assert len({response.json()["id"] for response in together}) == 32
     for number in (0, 13, 31):
         assert content(together[number].json()) == content(api.ok(CHAT, bodies[number]))

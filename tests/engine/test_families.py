@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from contracts.errors import ConfigError
 from engine.kernels import reference
@@ -26,6 +25,9 @@ from tests.engine.tiny_models import (
     write_gguf,
     write_hf,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 GEMMA_ROPE = FAMILIES["gemma3"]["rope_parameters"]
 YARN = {

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from engine.kv import KvSlab
 from engine.model import Model
 from engine.runner import Runner, StepItem
 from engine.weights import LoadedModel
+
+if TYPE_CHECKING:  # every process that collects tests would wait for it
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 BLOCK_SIZE = 4
 PROMPT: list[int] = torch.randint(0, 96, (90,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -99,6 +101,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def make_oracle(config: dict[str, Any], seed: int = 0) -> PreTrainedModel:
     """transformers' model of `config` with random weights: norms and biases too, so that none can be forgotten."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(seed)
     given = {name: value for name, value in config.items() if name not in ("model_type", "architectures")}
     if given.get("head_dim") is None:  # some families compute it only if the field is absent

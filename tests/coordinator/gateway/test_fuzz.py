@@ -15,7 +15,6 @@ import pytest
 import requests
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from schemathesis import GenerationMode, openapi
 
 from tests.coordinator.fake_backend import reply
 from tests.coordinator.gateway.gateway_tools import GatewayService, gateway_service
@@ -23,12 +22,6 @@ from tests.coordinator.gateway.openapi import document
 from tests.coordinator.http_tools import error_of
 
 HANG_S = 20.0
-SCHEMA = openapi.from_dict(document())
-CASES = st.one_of(
-    operation.ok().as_strategy(generation_mode=mode)
-    for operation in SCHEMA.get_all_operations()
-    for mode in GenerationMode
-)
 EVERYTHING: dict[str, Any] = {
     "max_output_tokens": 64,
     "requests_per_minute": 1_000_000,
@@ -47,6 +40,18 @@ EVERYTHING: dict[str, Any] = {
 FUZZ = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )
+
+
+def cases() -> st.SearchStrategy[Any]:
+    """Requests of our own document, and such as break it."""
+    from schemathesis import GenerationMode, openapi  # every process that collects tests would wait for it
+
+    operations = openapi.from_dict(document()).get_all_operations()
+    return st.one_of(
+        operation.ok().as_strategy(generation_mode=mode)
+        for operation in operations
+        for mode in GenerationMode
+    )
 
 
 @asynccontextmanager
@@ -69,7 +74,7 @@ async def check(s: GatewayService, request: httpx.Request) -> None:
 
 
 @FUZZ
-@given(CASES)
+@given(st.deferred(cases))
 async def test_no_request_of_the_document_makes_a_5xx(case: Any) -> None:
     prepared = requests.Request(**case.as_transport_kwargs(base_url="http://baton")).prepare()
     headers = [(name, value) for name, value in prepared.headers.items() if name.lower() != "cookie"]

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
-from transformers import AutoTokenizer
 
 from engine.text.tokenizer import TextModel, load_text
 from tests.engine.text.gguf_vocabs import CONTROL, DEFINED, write_byte_level, write_sentencepiece
@@ -49,6 +48,8 @@ KINDS = {
 @cache
 def both(kind: str) -> tuple[TextModel, Any]:
     """(ours, the library's) from one file."""
+    from transformers import AutoTokenizer  # every process that collects tests would wait for it
+
     architecture, is_byte_level = KINDS[kind]
     path = Path(mkdtemp(prefix="baton-vocab-")) / "x.gguf"
     if is_byte_level:
