@@ -25,7 +25,7 @@ from contracts.config import CoordinatorConfig
 from contracts.errors import BatonError
 from coordinator.alarm import Patience
 from coordinator.drain import Drain
-from coordinator.errors_http import encode_json, error_body, json_response, log_fault
+from coordinator.errors_http import encode_json, encode_text, error_body, json_response, log_fault
 from coordinator.forms import Envelope, Form, Json, make_form, spread
 from coordinator.ingress import bodies_send
 from coordinator.job import Job, OutputPlan
@@ -157,6 +157,7 @@ class CompletionWriter:
         self._job = job
         self._form: Form = make_form(job, text)
         self._envelope = Envelope(job, text)
+        self._around = self._envelope.around(self._form)
         self._ends: dict[int, End] = {}
 
     def opening(self) -> Iterator[bytes]:
@@ -167,8 +168,13 @@ class CompletionWriter:
 
     def events(self, pieces: dict[OutputPlan, Piece]) -> Iterator[bytes]:
         for index, piece in spread(pieces):
-            for choice in self._form.deltas(index, piece):
-                yield self._envelope.chunk(choice, piece.num_tokens)
+            if self._around:
+                if text := piece.text:
+                    before, behind = self._around[index]
+                    yield before + encode_text(text) + behind
+            else:
+                for choice in self._form.deltas(index, piece):
+                    yield self._envelope.chunk(choice, piece.num_tokens)
             if piece.end is not None:
                 self._ends[index] = piece.end
                 for choice in self._form.closing(index, piece.end):
