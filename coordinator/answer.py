@@ -104,7 +104,7 @@ class Answer(Response):
 
     def _writer(self) -> Writer:
         if self._job.endpoint == "responses":
-            return ResponseWriter(self._job)
+            return ResponseWriter(self._job, self._text)
         return CompletionWriter(self._job, self._text)
 
     async def _stream(self, send: Send, send_body: Send) -> None:

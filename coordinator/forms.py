@@ -15,7 +15,7 @@ from contracts.request import Timings, Token
 from coordinator.calls import Argued, Called, Part, Said, Thought
 from coordinator.errors_http import encode_json, encode_text
 from coordinator.job import Job, OutputPlan
-from coordinator.logprobs import PromptListing, finite
+from coordinator.logprobs import PromptListing, TokenNames, finite
 from coordinator.outputs import End, Piece
 from coordinator.reading import MessageReader
 from engine.text.tokenizer import TextModel
@@ -127,7 +127,7 @@ class ChatForm:
     """
 
     def __init__(self, job: Job, text: TextModel) -> None:
-        self._names = _TokenNames(job, text)
+        self._names = TokenNames(job, text)
         self._wants_logprobs = job.params.num_logprobs is not None
         self._reading = job.reading
         self._readers: dict[int, MessageReader] = {}
@@ -188,20 +188,7 @@ class ChatForm:
     def _logprobs(self, tokens: list[Token]) -> Json | None:
         if not self._wants_logprobs:
             return None
-        return {"content": [self._entry(token) for token in tokens], "refusal": None}
-
-    def _entry(self, token: Token) -> Json:
-        return {
-            **self._named(token.token_id, token.logprob),
-            "top_logprobs": [self._named(token_id, logprob) for token_id, logprob in token.top],
-        }
-
-    def _named(self, token_id: int, logprob: float | None) -> Json:
-        return {
-            "token": self._names.name(token_id),
-            "logprob": finite(logprob),
-            "bytes": list(self._names.text.token_bytes(token_id)),
-        }
+        return {"content": [self._names.entry(token) for token in tokens], "refusal": None}
 
 
 class CompletionForm:
@@ -211,7 +198,7 @@ class CompletionForm:
     """
 
     def __init__(self, job: Job, text: TextModel) -> None:
-        self._names = _TokenNames(job, text)
+        self._names = TokenNames(job, text)
         self._wants_logprobs = job.params.num_logprobs is not None
         self._offsets: dict[int, int] = {}
         self._job = job
@@ -295,17 +282,6 @@ _Entry = tuple[int, float | None, tuple[tuple[int, float], ...] | None]
 
 def _entry_of(token: Token) -> _Entry:
     return token.token_id, token.logprob, token.top
-
-
-class _TokenNames:
-    """How a token is written in logprobs: its text, or `token_id:N` if the client wants ids."""
-
-    def __init__(self, job: Job, text: TextModel) -> None:
-        self.text = text
-        self._as_ids = job.params.return_tokens_as_token_ids
-
-    def name(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._as_ids else self.text.token_text(token_id)
 
 
 def make_form(job: Job, text: TextModel) -> Form:
