@@ -16,6 +16,7 @@ and its end. So this outermost one leaves the server's own `send` in the scope, 
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
@@ -34,15 +35,20 @@ class _Bodies:
     """A server's `send` in a scope. Serve's own proxy pickles scopes for another process, where there is none."""
 
     send: Send
+    loop: asyncio.AbstractEventLoop
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
 
 def bodies_send(scope: Scope, send: Send) -> Send:
-    """Where to send bodies that have more to come, once the answer's start has gone through `send`."""
+    """Where to send bodies that have more to come, once the answer's start has gone through `send`.
+
+    NOTE: where Serve runs the application in another loop, a start is on its way through a queue, and the server's own
+    `send` is not ours to call.
+    """
     bodies: _Bodies | None = scope.get(_BODIES)
-    return send if bodies is None else bodies.send
+    return send if bodies is None or bodies.loop is not asyncio.get_running_loop() else bodies.send
 
 
 def take_bodies(scope: Scope) -> None:
@@ -76,7 +82,7 @@ class PlainErrors:
             elif not message.get("more_body", False):
                 await _say(held, scope, receive, send)
 
-        scope[_BODIES] = _Bodies(send)
+        scope[_BODIES] = _Bodies(send, asyncio.get_running_loop())
         await self._app(scope, receive, send_read)
 
 

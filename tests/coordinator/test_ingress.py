@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 from typing import Any
@@ -115,3 +116,25 @@ async def test_a_scope_can_be_sent_to_another_process_and_means_nothing_there() 
 
     await PlainErrors(app)({"type": "http", "path": "/"}, receive, send)
     assert bodies_send(scopes[0], send) is send
+
+
+async def test_another_loop_than_the_servers_does_not_call_its_send() -> None:
+    found: list[bool] = []
+
+    async def send(message: Message) -> None:
+        raise AssertionError
+
+    async def server(message: Message) -> None:
+        raise AssertionError
+
+    async def app(scope: Scope, receive: Receive, _: Send) -> None:
+        async def elsewhere() -> bool:
+            return bodies_send(scope, send) is send
+
+        found.append(await asyncio.to_thread(asyncio.run, elsewhere()))
+
+    async def receive() -> Message:
+        raise AssertionError
+
+    await PlainErrors(app)({"type": "http", "path": "/"}, receive, server)
+    assert found == [True]
