@@ -115,7 +115,7 @@ class Run:
         self._num_moves = 0
         self._next_move_s = 0.0
         self._first_token_s = self._last_token_s = 0.0
-        # The worker that alone has anything to say, nothing but the next token and the end: nearly always.
+        # Set while nothing is left to hear but this worker's tokens in order, and the end: nearly always.
         self._steady: WorkerLink | None = None
 
     @property
