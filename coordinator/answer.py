@@ -25,8 +25,9 @@ from contracts.config import CoordinatorConfig
 from contracts.errors import BatonError
 from coordinator.alarm import Patience
 from coordinator.drain import Drain
-from coordinator.errors_http import encode_json, error_body, json_response, log_fault
+from coordinator.errors_http import encode_json, encode_text, error_body, json_response, log_fault
 from coordinator.forms import Envelope, Form, Json, make_form, spread
+from coordinator.ingress import bodies_send
 from coordinator.job import Job, OutputPlan
 from coordinator.logprobs import best_of
 from coordinator.metrics import Metrics
@@ -65,9 +66,10 @@ class Answer(Response):
         self._metrics = metrics
         self._config = config
         self._drain = drain
+        self._patience = Patience()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        patience, patience_s = Patience(), self._config.slow_reader_timeout_s
+        patience, patience_s = self._patience, self._config.slow_reader_timeout_s
 
         async def write(message: Message) -> None:
             patience.alarm.set(time.monotonic() + patience_s)
@@ -80,7 +82,10 @@ class Answer(Response):
                 with self._drain.opened(self._outputs):
                     async with self._outputs:
                         is_stream = self._job.params.stream
-                        work = self._stream(write) if is_stream else self._whole(scope, receive, write)
+                        if is_stream:
+                            work = self._stream(write, bodies_send(scope, send))
+                        else:
+                            work = self._whole(scope, receive, write)
                         await unless_left(work, receive)
         except TimeoutError:
             if not patience.is_over:
@@ -99,10 +104,12 @@ class Answer(Response):
 
     def _writer(self) -> Writer:
         if self._job.endpoint == "responses":
-            return ResponseWriter(self._job)
+            return ResponseWriter(self._job, self._text)
         return CompletionWriter(self._job, self._text)
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, send: Send, send_body: Send) -> None:
+        """`send_body`: for bodies with more to come."""
+        alarm, patience_s = self._patience.alarm, self._config.slow_reader_timeout_s
         pieces = await self._outputs.take(self._config.peek_timeout_s)
         self._outputs.raise_if_failed()  # until here an error has a status
         await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
@@ -112,7 +119,11 @@ class Answer(Response):
             while pieces is not None:
                 events = b"".join(writer.events(pieces)) if pieces else _KEEP_ALIVE
                 if pending or events:
-                    await send({"type": "http.response.body", "body": pending + events, "more_body": True})
+                    alarm.set(time.monotonic() + patience_s)
+                    await send_body(
+                        {"type": "http.response.body", "body": pending + events, "more_body": True}
+                    )
+                    alarm.off()
                 pending = b""
                 pieces = await self._outputs.take(self._config.keep_alive_s)
             tail = b"".join(writer.closing())
@@ -146,6 +157,7 @@ class CompletionWriter:
         self._job = job
         self._form: Form = make_form(job, text)
         self._envelope = Envelope(job, text)
+        self._around = self._envelope.around(self._form)
         self._ends: dict[int, End] = {}
 
     def opening(self) -> Iterator[bytes]:
@@ -156,8 +168,13 @@ class CompletionWriter:
 
     def events(self, pieces: dict[OutputPlan, Piece]) -> Iterator[bytes]:
         for index, piece in spread(pieces):
-            for choice in self._form.deltas(index, piece):
-                yield self._envelope.chunk(choice, piece.num_tokens)
+            if self._around:
+                if text := piece.text:
+                    before, behind = self._around[index]
+                    yield before + encode_text(text) + behind
+            else:
+                for choice in self._form.deltas(index, piece):
+                    yield self._envelope.chunk(choice, piece.num_tokens)
             if piece.end is not None:
                 self._ends[index] = piece.end
                 for choice in self._form.closing(index, piece.end):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from json.encoder import encode_basestring
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -67,6 +68,11 @@ def error_headers(error: BatonError) -> dict[str, str]:
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Compact JSON; text that UTF-8 cannot hold is replaced, never an exception."""
     return Response(encode_json(content), status, headers=headers, media_type="application/json")
+
+
+def encode_text(text: str) -> bytes:
+    """As `encode_json`, without its questions."""
+    return encode_basestring(text).encode("utf-8", "replace")
 
 
 def encode_json(content: Any) -> bytes:

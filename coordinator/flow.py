@@ -31,7 +31,7 @@ from contracts.errors import (
     TryAgain,
     WorkerLostError,
 )
-from contracts.request import Finished, GenerateRequest, Token, TokenSink
+from contracts.request import Finished, GenerateRequest, TokenSink
 from contracts.service import Service, ServiceClass
 from coordinator.ask import Ask
 from coordinator.fleet import Fleet
@@ -127,15 +127,8 @@ class Flow:
         story = Story(request, self._eos_ids, limits.max_continuations, arrived_s)
         stages = StageClock()
         account, has_failed = Account(service, arrived_s), False
-
-        def pass_on(token: Token) -> bool:
-            story.sent(token)
-            stages.token()
-            account.token(time.monotonic())
-            return sink(token)
-
         try:
-            return await self._attempts(story, service, deadline, stages, pass_on)
+            return await self._attempts(story, account, deadline, stages, sink)
         except BatonError:
             has_failed = True
             raise
@@ -145,15 +138,22 @@ class Flow:
                 self._observer.promised(service.service_class, met)
 
     async def _attempts(
-        self, story: Story, service: Service, deadline: float, stages: StageClock, sink: TokenSink
+        self, story: Story, account: Account, deadline: float, stages: StageClock, sink: TokenSink
     ) -> Finished | None:
         """One after the other, until one brings the end."""
+        service = account.service
         while (known_end := story.end()) is None:
             run: Run | None = None
             try:
                 async with self._placed(story, service, deadline, stages, sink) as run:
-                    run.start()
-                    end = await run.finish(deadline)
+                    try:
+                        run.start()
+                        end = await run.finish(deadline)
+                    finally:
+                        if (spoken := run.spoken) is not None:
+                            story.sent(spoken.token_ids)
+                            stages.first_token(spoken.first_s)
+                            account.tokens(len(spoken.token_ids), spoken.first_s, spoken.last_s)
                     return end and replace(story.finished(end), timings=stages.timings(run.handoff_s))
             except BatonError as error:
                 if run is None:

@@ -13,18 +13,19 @@ from typing import Any, Protocol
 
 from contracts.request import Timings, Token
 from coordinator.calls import Argued, Called, Part, Said, Thought
-from coordinator.errors_http import encode_json
+from coordinator.errors_http import encode_json, encode_text
 from coordinator.job import Job, OutputPlan
-from coordinator.logprobs import PromptListing, finite
+from coordinator.logprobs import PromptListing, TokenNames, finite
 from coordinator.outputs import End, Piece
 from coordinator.reading import MessageReader
 from engine.text.tokenizer import TextModel
 
 Json = dict[str, Any]
 
-# A choice of a chunk that brings text alone, of a chat and of a completion: index, text.
-_SAID = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
-_WRITTEN = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}'
+# What is around the text in a choice that brings text alone, of a chat and of a completion: before, with the index,
+# and behind.
+_SAID = b'{"index":%d,"delta":{"content":', b'},"logprobs":null,"finish_reason":null}'
+_WRITTEN = b'{"index":%d,"text":', b',"logprobs":null,"finish_reason":null}'
 
 
 class Form(Protocol):
@@ -32,6 +33,9 @@ class Form(Protocol):
 
     Stateful: offsets grow as pieces pass. `whole` and streaming are not mixed.
     """
+
+    around: tuple[bytes, bytes] | None
+    """Before and behind the text of a piece, where all of a piece is its text; `deltas` says the same of it."""
 
     def opening(self, index: int) -> list[bytes]:
         """What a stream says of a choice before its text, if anything."""
@@ -67,6 +71,15 @@ class Envelope:
         self._counts_always = job.params.has_continuous_usage
         self._before = b"data: " + encode_json(self._chunk_head)[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if job.params.includes_usage else b"]}\n\n"
+
+    def around(self, form: Form) -> list[tuple[bytes, bytes]]:
+        """Of each choice, what is before and behind a piece's text in its event; empty if that depends on the piece."""
+        if form.around is None or self._counts_always:
+            return []
+        before, behind = form.around
+        return [
+            (self._before + before % index, behind + self._after) for index in range(self._job.num_choices)
+        ]
 
     def chunk(self, choice: bytes, num_tokens: int) -> bytes:
         """One choice's chunk as an event; `usage` is there exactly when the client asked for it."""
@@ -114,12 +127,13 @@ class ChatForm:
     """
 
     def __init__(self, job: Job, text: TextModel) -> None:
-        self._names = _TokenNames(job, text)
+        self._names = TokenNames(job, text)
         self._wants_logprobs = job.params.num_logprobs is not None
         self._reading = job.reading
         self._readers: dict[int, MessageReader] = {}
         self._prompt = PromptListing(job, text)
         self._beside: Json = {}
+        self.around = _SAID if self._reading.is_plain and not self._wants_logprobs else None
 
     def opening(self, index: int) -> list[bytes]:
         return [encode_json(_chat_chunk(index, {"role": "assistant", "content": ""}))]
@@ -127,8 +141,7 @@ class ChatForm:
     def deltas(self, index: int, piece: Piece) -> list[bytes]:
         wants_tokens = self._wants_logprobs and bool(piece.tokens)
         if self._reading.is_plain and not wants_tokens:
-            text = piece.text
-            return [_SAID % (index, encode_json(text))] if text else []
+            return _with_text(_SAID, index, piece.text)
         deltas = [_delta(part) for part in self._parts(index, piece)]
         if wants_tokens and not deltas:
             deltas = [{"content": ""}]
@@ -175,20 +188,7 @@ class ChatForm:
     def _logprobs(self, tokens: list[Token]) -> Json | None:
         if not self._wants_logprobs:
             return None
-        return {"content": [self._entry(token) for token in tokens], "refusal": None}
-
-    def _entry(self, token: Token) -> Json:
-        return {
-            **self._named(token.token_id, token.logprob),
-            "top_logprobs": [self._named(token_id, logprob) for token_id, logprob in token.top],
-        }
-
-    def _named(self, token_id: int, logprob: float | None) -> Json:
-        return {
-            "token": self._names.name(token_id),
-            "logprob": finite(logprob),
-            "bytes": list(self._names.text.token_bytes(token_id)),
-        }
+        return {"content": [self._names.entry(token) for token in tokens], "refusal": None}
 
 
 class CompletionForm:
@@ -198,11 +198,12 @@ class CompletionForm:
     """
 
     def __init__(self, job: Job, text: TextModel) -> None:
-        self._names = _TokenNames(job, text)
+        self._names = TokenNames(job, text)
         self._wants_logprobs = job.params.num_logprobs is not None
         self._offsets: dict[int, int] = {}
         self._job = job
         self._prompt = PromptListing(job, text)
+        self.around = None if self._wants_logprobs else _WRITTEN
 
     def opening(self, index: int) -> list[bytes]:
         return []
@@ -210,8 +211,7 @@ class CompletionForm:
     def deltas(self, index: int, piece: Piece) -> list[bytes]:
         if self._wants_logprobs and bool(piece.tokens or piece.prompt):
             return [encode_json(self._choice(index, piece))]
-        text = piece.text
-        return [_WRITTEN % (index, encode_json(text))] if text else []
+        return _with_text(_WRITTEN, index, piece.text)
 
     def closing(self, index: int, end: End) -> list[bytes]:
         return [encode_json({"index": index, "text": "", "logprobs": None, **_reason(end)})]
@@ -284,17 +284,6 @@ def _entry_of(token: Token) -> _Entry:
     return token.token_id, token.logprob, token.top
 
 
-class _TokenNames:
-    """How a token is written in logprobs: its text, or `token_id:N` if the client wants ids."""
-
-    def __init__(self, job: Job, text: TextModel) -> None:
-        self.text = text
-        self._as_ids = job.params.return_tokens_as_token_ids
-
-    def name(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._as_ids else self.text.token_text(token_id)
-
-
 def make_form(job: Job, text: TextModel) -> Form:
     return CompletionForm(job, text) if job.endpoint == "completions" else ChatForm(job, text)
 
@@ -312,6 +301,10 @@ def _timings_ms(found: Sequence[Timings | None]) -> Json | None:
         "decode": round(1000 * longest.decode_s, 3),
         "attempts": longest.num_attempts,
     }
+
+
+def _with_text(around: tuple[bytes, bytes], index: int, text: str) -> list[bytes]:
+    return [around[0] % index + encode_text(text) + around[1]] if text else []
 
 
 def _chat_chunk(index: int, delta: Json, logprobs: Json | None = None) -> Json:
@@ -364,5 +357,6 @@ def _reason(end: End) -> Json:
 def spread(pieces: Mapping[OutputPlan, Piece]) -> list[tuple[int, Piece]]:
     """(choice index, piece) for every choice that an output answers, by index."""
     found = [(index, piece) for plan, piece in pieces.items() for index in plan.indices]
-    found.sort(key=itemgetter(0))
+    if len(found) > 1:
+        found.sort(key=itemgetter(0))
     return found

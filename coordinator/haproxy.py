@@ -117,7 +117,7 @@ def serve_environment(instance: Instance) -> dict[str, str]:
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(write_script(run_dir)),
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "coordinator.ingress.middlewares",
-        "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
+        "RAY_SERVE_HAPROXY_NBTHREAD": str(num_threads(os.cpu_count() or 1)),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(run_dir / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(run_dir / "admin.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(run_dir / "metrics.sock"),
@@ -136,6 +136,13 @@ def serve_environment(instance: Instance) -> dict[str, str]:
         # notice. There are none; how long streams may finish is the deployment's graceful_shutdown_timeout_s.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
     }
+
+
+def num_threads(num_cores: int) -> int:
+    """Of HAProxy: one passes on more than two coordinators write, and two share the chunks of each step, so that both
+    are woken for it.
+    """
+    return min(4, max(1, num_cores // 4))
 
 
 def write_script(run_dir: Path) -> Path:

@@ -52,7 +52,7 @@ from coordinator.models import Models
 from coordinator.outputs import Outputs
 from coordinator.promises import tier_of
 from coordinator.prompts import Prompt, chat_prompt, completion_prompts, read_messages, read_prompts
-from coordinator.responses import chat_body, mirror, named_as_responses
+from coordinator.responses import chat_body, check_logprobs, mirror, named_as_responses
 from coordinator.schema import Params, parse_chat, parse_completion, shown
 from coordinator.shape import Shape, behind_prompt, chat_shape, check_grammar, completion_shape
 from coordinator.tokenize import detokenize, tokenize
@@ -180,6 +180,8 @@ class Edge:
         check_num_choices(params, 1, self._config.server.max_choices)
         tools = read_tools(body)
         shape = chat_shape(body, params, tools, self._text)
+        if endpoint == "responses":
+            check_logprobs(params, shape.reading)
         limit = self._backend.capacity().max_total_tokens
         size = sum(len(message["content"]) for message in messages)
         if tools is not None:  # seldom short, and to measure them takes as long as to render them

@@ -6,9 +6,18 @@
                           ◄── the application's answers                                  untouched
 
 Serve's text says something of the inside, and no OpenAI client reads it. Serve's own pages (`/-/…`) stay as they are.
+
+A chunk would pass ten layers (ours, Starlette's, Serve's), none of which looks at anything but an answer's start
+and its end. So this outermost one leaves the server's own `send` in the scope, and bodies with more to come go there:
+
+    start, last body   app ─► … ─► PlainErrors ─► server
+    bodies between     app ─► BODIES ───────────► server      unless somebody on the way reads bodies: `take_bodies`
 """
 
 from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
@@ -18,6 +27,33 @@ from contracts.errors import BatonError, DeadlineError, Fault, NotFoundError, Ov
 from coordinator.errors_http import error_response
 
 _SERVES_OWN = "/-/"
+_BODIES = "baton.bodies"
+
+
+@dataclass(frozen=True, slots=True)
+class _Bodies:
+    """A server's `send` in a scope. Serve's own proxy pickles scopes for another process, where there is none."""
+
+    send: Send
+    loop: asyncio.AbstractEventLoop
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def bodies_send(scope: Scope, send: Send) -> Send:
+    """Where to send bodies that have more to come, once the answer's start has gone through `send`.
+
+    NOTE: where Serve runs the application in another loop, a start is on its way through a queue, and the server's own
+    `send` is not ours to call.
+    """
+    bodies: _Bodies | None = scope.get(_BODIES)
+    return send if bodies is None or bodies.loop is not asyncio.get_running_loop() else bodies.send
+
+
+def take_bodies(scope: Scope) -> None:
+    """For whoever wraps a `send` and reads bodies: from now on all of them come through it."""
+    scope.pop(_BODIES, None)
 
 
 def middlewares() -> list[Middleware]:
@@ -46,6 +82,7 @@ class PlainErrors:
             elif not message.get("more_body", False):
                 await _say(held, scope, receive, send)
 
+        scope[_BODIES] = _Bodies(send, asyncio.get_running_loop())
         await self._app(scope, receive, send_read)
 
 

@@ -1,4 +1,4 @@
-"""How a logprob is written, the list of a prompt's, and the best outputs by theirs."""
+"""How a logprob and its token are written, the list of a prompt's, and the best outputs by theirs."""
 
 from __future__ import annotations
 
@@ -31,6 +31,31 @@ def best_of(outputs: dict[int, Sequence[Token]], num_drawn: int, num_kept: int) 
 
 def _mean(tokens: Sequence[Token]) -> float:
     return sum(finite(token.logprob) for token in tokens) / len(tokens) if tokens else 0.0
+
+
+class TokenNames:
+    """How a token is written in logprobs: its text, or `token_id:N` if the client wants ids."""
+
+    def __init__(self, job: Job, text: TextModel) -> None:
+        self.text = text
+        self._as_ids = job.params.return_tokens_as_token_ids
+
+    def name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._as_ids else self.text.token_text(token_id)
+
+    def entry(self, token: Token) -> dict[str, Any]:
+        """A drawn token and the best ones, as chats and responses list it."""
+        return {
+            **self._named(token.token_id, token.logprob),
+            "top_logprobs": [self._named(token_id, logprob) for token_id, logprob in token.top],
+        }
+
+    def _named(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+        return {
+            "token": self.name(token_id),
+            "logprob": finite(logprob),
+            "bytes": list(self.text.token_bytes(token_id)),
+        }
 
 
 class PromptListing:

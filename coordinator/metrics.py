@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -80,8 +80,9 @@ class Metrics:
         self._histograms["baton_ttft_seconds"].labels(endpoint).observe(ttft_s)
         self._tokens.first()
 
-    def next_token(self, endpoint: str, itl_s: float) -> None:
-        self._tokens.next(endpoint, itl_s)
+    def next_tokens(self, endpoint: str) -> Callable[[float], None]:
+        """To be called with the gap before each token that is not the first, in seconds."""
+        return self._tokens.gaps(endpoint).add
 
     def ended(self, endpoint: str, outcome: str, e2e_s: float, num_tokens: int) -> None:
         self._counters["baton_requests_total"].labels(endpoint, outcome).inc()
@@ -138,38 +139,43 @@ class _CpuCollector(Collector):
         yield family
 
 
-class _TokenCollector(Collector):
-    """What is written with every token, and so must cost nearly nothing: plain numbers, no locks."""
+class _Gaps:
+    """Of one endpoint's tokens; written with every token, and so must cost nearly nothing: plain numbers, no locks."""
 
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)  # in each bucket, the last one is without a bound
+        self.sum_s = 0.0
+
+    def add(self, gap_s: float) -> None:
+        self.counts[bisect_left(self._bounds, gap_s)] += 1
+        self.sum_s += gap_s
+
+
+class _TokenCollector(Collector):
     def __init__(self) -> None:
         self._bounds = BY_NAME[_GAPS].buckets
-        self._num_tokens = 0
-        # By endpoint: gaps in each bucket, the last one is without a bound.
-        self._counts: dict[str, list[int]] = {}
-        self._sums_s: dict[str, float] = {}
+        self._num_first = 0
+        self._gaps: dict[str, _Gaps] = {}
 
     def first(self) -> None:
-        self._num_tokens += 1
+        self._num_first += 1
 
-    def next(self, endpoint: str, gap_s: float) -> None:
-        self._num_tokens += 1
-        counts = self._counts.get(endpoint)
-        if counts is None:
-            counts = self._counts[endpoint] = [0] * (len(self._bounds) + 1)
-            self._sums_s[endpoint] = 0.0
-        counts[bisect_left(self._bounds, gap_s)] += 1
-        self._sums_s[endpoint] += gap_s
+    def gaps(self, endpoint: str) -> _Gaps:
+        if endpoint not in self._gaps:
+            self._gaps[endpoint] = _Gaps(self._bounds)
+        return self._gaps[endpoint]
 
     def collect(self) -> Iterator[Metric]:
         tokens = _family(BY_NAME[_TOKENS])
-        tokens.add_metric((), self._num_tokens)
+        tokens.add_metric((), self._num_first + sum(sum(gaps.counts) for gaps in self._gaps.values()))
         yield tokens
-        gaps = HistogramMetricFamily(_GAPS, BY_NAME[_GAPS].help, labels=BY_NAME[_GAPS].labels)
+        family = HistogramMetricFamily(_GAPS, BY_NAME[_GAPS].help, labels=BY_NAME[_GAPS].labels)
         names = [*map(floatToGoString, self._bounds), "+Inf"]
-        for endpoint, counts in self._counts.items():
-            buckets = list(zip(names, accumulate(counts), strict=True))
-            gaps.add_metric((endpoint,), buckets, self._sums_s[endpoint])
-        yield gaps
+        for endpoint, gaps in self._gaps.items():
+            buckets = list(zip(names, accumulate(gaps.counts), strict=True))
+            family.add_metric((endpoint,), buckets, gaps.sum_s)
+        yield family
 
 
 class _WorkerCollector(Collector):

@@ -81,16 +81,17 @@ class OutputText:
 
     def __init__(self, plan: OutputPlan, request: GenerateRequest, job: Job, text: TextModel) -> None:
         params, sampling = job.params, request.sampling
-        shown_ids = job.reading.shown_ids
-        self._detokenizer = Detokenizer(text, request.prompt_ids, params.skip_special_tokens, shown_ids)
+        self._stop_ids = frozenset(sampling.stop_token_ids)
+        # A token that ends the output is counted and listed but is not text.
+        silent_ids = frozenset() if params.include_stop_str_in_output else self._stop_ids
+        if sampling.grammar or not sampling.ignore_eos:  # with a grammar EOS always ends
+            silent_ids |= text.eos_ids
+        self._detokenizer = Detokenizer(
+            text, request.prompt_ids, params.skip_special_tokens, job.reading.shown_ids, silent_ids
+        )
         self._thoughts = ThoughtCount(job.reading)
         self._is_prompt_only = plan.is_prompt_only
         self._stops = StopMatcher(params.stop, params.include_stop_str_in_output)
-        self._stop_ids = frozenset(sampling.stop_token_ids)
-        # A token that ends the output is counted and listed but is not text.
-        self._silent_ids = frozenset() if params.include_stop_str_in_output else self._stop_ids
-        if sampling.grammar or not sampling.ignore_eos:  # with a grammar EOS always ends
-            self._silent_ids |= text.eos_ids
         self._min_tokens = sampling.min_tokens
         self._echo = plan.prompt.echo_text
         self.num_tokens = 0
@@ -100,7 +101,7 @@ class OutputText:
         if self._is_prompt_only:
             return Piece([self._echoed("")], end=End("length", 0), prompt=token.prompt)
         self.num_tokens += 1
-        fresh = "" if token.token_id in self._silent_ids else self._detokenizer.push(token.token_id)
+        fresh = self._detokenizer.push(token.token_id)
         self._thoughts.push(fresh)
         shown = self._stops.push(fresh, can_stop=self.num_tokens > self._min_tokens)
         stop = self._stops.matched
@@ -127,6 +128,21 @@ class OutputText:
     def _echoed(self, shown: str) -> str:
         echo, self._echo = self._echo, ""
         return echo + shown
+
+
+class PlainText(OutputText):
+    """Of an output whose text alone is wanted, all of it, as it comes: most are."""
+
+    @staticmethod
+    def suits(plan: OutputPlan, request: GenerateRequest, job: Job) -> bool:
+        """No echo, no stop strings, no reasoning to count, no logprobs."""
+        sampling, prompt = request.sampling, plan.prompt
+        is_listed = sampling.num_logprobs is not None or sampling.num_prompt_logprobs is not None
+        return not (prompt.echo_text or job.params.stop or job.reading.thinks or is_listed)
+
+    def push(self, token: Token) -> Piece:
+        self.num_tokens += 1
+        return Piece([self._detokenizer.push(token.token_id)], [], self.num_tokens)
 
 
 class Outputs:
@@ -167,11 +183,10 @@ class Outputs:
         Raises BatonError if the job failed, after the text that came before the failure was taken.
         """
         if not self._waiting and self._error is None and self._num_open:
-            if timeout_s is not None:
+            if timeout_s is not None:  # and nobody turns it off: without a reader it wakes nobody
                 self._alarm.set(time.monotonic() + timeout_s)
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-            self._alarm.off()
         waiting, self._waiting = self._waiting, {}
         if waiting:
             return waiting
@@ -190,10 +205,9 @@ class Outputs:
             self._fail(error)
 
     def _put(self, plan: OutputPlan, piece: Piece) -> None:
-        if plan in self._waiting:
-            self._waiting[plan].append(piece)
-        else:
-            self._waiting[plan] = piece
+        waiting = self._waiting.setdefault(plan, piece)
+        if waiting is not piece:
+            waiting.append(piece)
         if piece.end is not None:
             self._num_open -= 1
         self._wake()
@@ -206,7 +220,8 @@ class Outputs:
         if plan.request is None:
             self._put(plan, Piece([plan.prompt.echo_text], end=End("length", 0)))
             return
-        outcome, output = "error", OutputText(plan, plan.request, self._job, self._text)
+        kind = PlainText if PlainText.suits(plan, plan.request, self._job) else OutputText
+        outcome, output = "error", kind(plan, plan.request, self._job, self._text)
         try:
             async with asyncio.timeout(self._timeout_s + _DEADLINE_GRACE_S):
                 last = await self._generate(plan, plan.request, output)
@@ -232,10 +247,16 @@ class Outputs:
         """
         last: Piece | None = None
         previous_s: float | None = None
+        saw_gap = self._metrics.next_tokens(self._job.endpoint)
 
         def take(token: Token) -> bool:
             nonlocal last, previous_s
-            previous_s = self._observe(previous_s)
+            now_s = time.monotonic()
+            if previous_s is None:
+                self._metrics.first_token(self._job.endpoint, now_s - self._job.started)
+            else:
+                saw_gap(now_s - previous_s)
+            previous_s = now_s
             piece = output.push(token)
             if piece.end is not None:
                 last = piece
@@ -250,14 +271,6 @@ class Outputs:
             raise Fault(f"expected an end of {request.request_id} but there was none")
         self._metrics.cached(finished.num_cached_tokens)
         return output.finish(finished)
-
-    def _observe(self, previous_s: float | None) -> float:
-        now_s = time.monotonic()
-        if previous_s is None:
-            self._metrics.first_token(self._job.endpoint, now_s - self._job.started)
-        else:
-            self._metrics.next_token(self._job.endpoint, now_s - previous_s)
-        return now_s
 
     def _fail(self, error: BaseException) -> None:
         if self._error is None:

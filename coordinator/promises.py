@@ -104,17 +104,18 @@ class Account:
     """Whether one request got what it was promised. Times by its owner's clock."""
 
     def __init__(self, service: Service, arrived_s: float) -> None:
-        self._service = service
+        self.service = service
         self._arrived_s = arrived_s
         self._first_s: float | None = None
         self._last_s = arrived_s
         self._num_tokens = 0
 
-    def token(self, now_s: float) -> None:
+    def tokens(self, num_tokens: int, first_s: float, last_s: float) -> None:
+        """Those of one attempt."""
         if self._first_s is None:
-            self._first_s = now_s
-        self._last_s = now_s
-        self._num_tokens += 1
+            self._first_s = first_s
+        self._last_s = last_s
+        self._num_tokens += num_tokens
 
     def met(self, now_s: float, has_failed: bool) -> Met | None:
         """Once it is over. None: nothing was promised, or the client left before it could be said.
@@ -122,7 +123,7 @@ class Account:
         A request that failed or was refused got nothing of what it was promised; whoever leaves after the promised time
         has waited too long.
         """
-        ttft_s, itl_s = self._service.ttft_s, self._service.itl_s
+        ttft_s, itl_s = self.service.ttft_s, self.service.itl_s
         if ttft_s is None and itl_s is None:
             return None
         if has_failed:

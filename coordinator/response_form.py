@@ -9,7 +9,7 @@ Every event has a line `event:` that equals its type, and a `sequence_number` th
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from contracts.errors import BatonError
@@ -17,8 +17,10 @@ from coordinator.calls import Argued, Called, Part, Said, Thought
 from coordinator.errors_http import encode_json, error_body
 from coordinator.forms import Json
 from coordinator.job import Job, OutputPlan
+from coordinator.logprobs import TokenNames
 from coordinator.outputs import End, Piece
 from coordinator.reading import MessageReader
+from engine.text.tokenizer import TextModel
 
 _PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 _CONTENT = {"message": "output_text", "reasoning": "reasoning_text"}
@@ -27,8 +29,9 @@ _CONTENT = {"message": "output_text", "reasoning": "reasoning_text"}
 class ResponseWriter:
     """One answer, streamed or whole."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, text: TextModel) -> None:
         self._job = job
+        self._names = TokenNames(job, text) if job.params.num_logprobs is not None else None
         self._reader = MessageReader(job.reading)
         self._output: list[Json] = []
         self._is_open = False
@@ -41,7 +44,13 @@ class ResponseWriter:
 
     def events(self, pieces: dict[OutputPlan, Piece]) -> Iterator[bytes]:
         for piece in pieces.values():
-            yield from self._parts(self._reader.push(piece.text))
+            if (
+                self._names is not None and piece.tokens
+            ):  # then there is nothing but a message: check_logprobs
+                listed = [self._names.entry(token) for token in piece.tokens]
+                yield from self._add("message", piece.text, listed)
+            else:
+                yield from self._parts(self._reader.push(piece.text))
             if piece.end is not None:
                 self._end = piece.end
                 yield from self._parts(self._reader.flush())
@@ -83,12 +92,16 @@ class ResponseWriter:
                     self._output[-1]["arguments"] += text
                     yield self._item_event("function_call_arguments.delta", delta=text)
 
-    def _add(self, kind: str, text: str) -> Iterator[bytes]:
+    def _add(self, kind: str, text: str, logprobs: Sequence[Json] = ()) -> Iterator[bytes]:
         if not self._is_open or self._output[-1]["type"] != kind:
             yield from self._finish("completed")
             yield from self._begin(kind)
-        self._output[-1]["content"][0]["text"] += text
-        extra: Json = {"logprobs": []} if kind == "message" else {}
+        part = self._output[-1]["content"][0]
+        part["text"] += text
+        extra: Json = {}
+        if kind == "message":
+            part["logprobs"] += logprobs
+            extra["logprobs"] = _briefly(logprobs)
         yield self._item_event(f"{_CONTENT[kind]}.delta", content_index=0, delta=text, **extra)
 
     def _begin(self, kind: str, fields: Json | None = None) -> Iterator[bytes]:
@@ -124,7 +137,7 @@ class ResponseWriter:
             yield self._item_event("function_call_arguments.done", **done)
         else:
             (part,) = item["content"]
-            extra: Json = {"logprobs": []} if item["type"] == "message" else {}
+            extra: Json = {"logprobs": _briefly(part["logprobs"])} if item["type"] == "message" else {}
             yield self._item_event(f"{part['type']}.done", content_index=0, text=part["text"], **extra)
             yield self._item_event("content_part.done", content_index=0, part=part)
         yield self._event("output_item.done", output_index=len(self._output) - 1, item=item)
@@ -169,3 +182,14 @@ class ResponseWriter:
 
 def _picked(fields: Json, *names: str) -> Json:
     return {name: fields[name] for name in names}
+
+
+def _briefly(logprobs: Sequence[Json]) -> list[Json]:
+    """As events of text list them: without the bytes."""
+    return [
+        {
+            **_picked(entry, "token", "logprob"),
+            "top_logprobs": [_picked(other, "token", "logprob") for other in entry["top_logprobs"]],
+        }
+        for entry in logprobs
+    ]

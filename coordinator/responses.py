@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from contracts.errors import RequestError, UnsupportedError
-from coordinator.schema import REFUSED, refuse, refuse_misspelt, shown
+from coordinator.reading import Reading
+from coordinator.schema import REFUSED, ChatParams, refuse, refuse_misspelt, shown
 
 _SAME = (
     "model", "temperature", "top_p", "stream", "parallel_tool_calls", "seed", "stop", "min_p", "top_k", "cache_salt",
@@ -20,7 +21,7 @@ _SAME = (
     "modalities", "stop_token_ids", "structured_outputs", "chat_template_kwargs", "include_reasoning",
     "allowed_token_ids", "bad_words", "include_stop_str_in_output", "skip_special_tokens", "guided_json",
     "guided_regex", "guided_choice", "guided_grammar", "guided_json_object", "guided_whitespace_pattern",
-    "service_tier", *REFUSED,
+    "service_tier", "top_logprobs", *REFUSED,
 )  # fmt: skip
 # A chat's, and no field here: to drop one would answer something else than was asked.
 _FOREIGN: dict[str, tuple[Any, ...]] = {
@@ -32,10 +33,9 @@ _STORED: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (), "conversation": (), "prompt": (), "context_management": (), "background": (False,),
 }  # fmt: skip
 _UNBUILT: dict[str, tuple[Any, ...]] = {
-    "truncation": ("disabled",), "max_tool_calls": (), "top_logprobs": (0,),
-    "include": ([], ["reasoning.encrypted_content"]),
+    "truncation": ("disabled",), "max_tool_calls": (),
 }  # fmt: skip
-_OWN = ("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning")
+_OWN = ("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning", "include")
 _INERT = ("store", "metadata", "user", "stream_options", "safety_identifier", "prompt_cache_key")
 _FIELDS = frozenset((*_SAME, *_OWN)) - REFUSED.keys()
 _KNOWN = frozenset((*_SAME, *_OWN, *_INERT, *_STORED, *_UNBUILT, *_FOREIGN))
@@ -46,6 +46,9 @@ _CHAT_NAMES = {
     "response_format": "text",
     "reasoning_effort": "reasoning",
 }
+_LOGPROBS = "message.output_text.logprobs"
+# The second is for whoever has the reasoning stored elsewhere; nothing is encrypted here.
+_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 _CALL_TYPES = ("function_call", "function_call_output", "reasoning", "message", None)
 
 
@@ -62,7 +65,16 @@ def chat_body(body: dict[str, Any]) -> dict[str, Any]:
     chat["tools"] = _tools(body.get("tools"))
     chat["tool_choice"] = _tool_choice(body.get("tool_choice"))
     chat["response_format"] = _format(body.get("text"))
+    chat["logprobs"] = _wants_logprobs(body)
     return chat
+
+
+def check_logprobs(params: ChatParams, reading: Reading) -> None:
+    """Raises UnsupportedError where tokens would have to be told apart: those of the message, and all others."""
+    if params.logprobs and not reading.is_plain:
+        raise UnsupportedError(
+            f"include: {_LOGPROBS} is not supported beside tools or reasoning", param="include"
+        )
 
 
 @contextmanager
@@ -92,6 +104,7 @@ def mirror(body: dict[str, Any]) -> dict[str, Any]:
         "text": text if isinstance(text, dict) and text.get("format") else {"format": {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
+        "top_logprobs": body.get("top_logprobs") or 0,
         "top_p": body.get("top_p"),
         "truncation": "disabled",
         "user": body.get("user"),
@@ -177,3 +190,17 @@ def _format(value: Any) -> Any:
     if kind.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": _picked(kind, "name", "schema", "strict")}
     return {"type": kind.get("type")}
+
+
+def _wants_logprobs(body: dict[str, Any]) -> bool:
+    included = body.get("include") or []
+    if not isinstance(included, list):
+        raise RequestError(f"include: expected a list but got {shown(included)}", param="include")
+    for name in included:
+        if name not in _INCLUDED:
+            raise UnsupportedError(
+                f"include: expected {' or '.join(_INCLUDED)} but got {shown(name)}", param="include"
+            )
+    if body.get("top_logprobs") and _LOGPROBS not in included:
+        raise RequestError(f"top_logprobs: expected {_LOGPROBS} in include beside it", param="top_logprobs")
+    return _LOGPROBS in included

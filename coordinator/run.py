@@ -67,6 +67,15 @@ class Means:
     """Its first token is here: its reader is open for the next prompt."""
 
 
+@dataclass(frozen=True, slots=True)
+class Spoken:
+    """What an attempt gave: its tokens, and when the first and the last of them came."""
+
+    token_ids: tuple[int, ...]
+    first_s: float
+    last_s: float
+
+
 class Run:
     """One attempt. Owns its links' subscriptions until `close`."""
 
@@ -104,12 +113,23 @@ class Run:
         self._early: dict[int, Token] = {}  # tokens whose predecessors have not come yet
         self._move: Move | None = None
         self._num_moves = 0
-        self._next_move_s = self._last_token_s = 0.0
+        self._next_move_s = 0.0
+        self._first_token_s = self._last_token_s = 0.0
+        # Set while nothing is left to hear but this worker's tokens in order, and the end: nearly always.
+        self._steady: WorkerLink | None = None
 
     @property
     def num_cached_tokens(self) -> int:
         """Known tokens that a cache supplied, as far as the workers have told."""
         return self._num_cached
+
+    @property
+    def spoken(self) -> Spoken | None:
+        """None: no token came."""
+        if not self._has_token:
+            return None
+        token_ids = tuple(self._output_ids[len(self.request.output_ids) :])
+        return Spoken(token_ids, self._first_token_s, self._last_token_s)
 
     @property
     def worker_ids(self) -> list[str]:
@@ -163,7 +183,10 @@ class Run:
         if self._over.done():
             return
         try:
-            if not self._granted.done():
+            if link is self._steady and isinstance(event, Token) and event.index == len(self._output_ids):
+                self._last_token_s = time.monotonic()
+                self._pass_on(event)
+            elif not self._granted.done():
                 self._hear_grant(link, event)
             elif isinstance(event, Token) and self._move is None:
                 self._hear_token(link, event)
@@ -196,18 +219,20 @@ class Run:
             self._early[token.index] = token
         elif token.index == len(self._output_ids):
             self._pass_on(token)
-            while self._early and (ready := self._early.pop(len(self._output_ids), None)) is not None:
+            while (
+                not self._over.done() and (ready := self._early.pop(len(self._output_ids), None)) is not None
+            ):
                 self._pass_on(ready)
-        if self._end is not None:
-            self._check_end()
+        self._check_end()
+        has_more = self._early or self._move is not None or self._end is not None
+        self._steady = self.decode if link is self.decode and self._has_token and not has_more else None
         self._wait_on(self._last_token_s)
 
     def _pass_on(self, token: Token) -> None:
-        if self._over.done():
-            return
         self._output_ids.append(token.token_id)
         if not self._has_token:
             self._has_token = True
+            self._first_token_s = self._last_token_s
             self._patience_s = self._config.coordinator.stall_timeout_s
             self._means.was_read(self)
         if not self._sink(token):
@@ -263,7 +288,10 @@ class Run:
             self._alarm.set(min(self._deadline, now_s + self._patience_s))
 
     def _lose_patience(self) -> None:
-        if time.monotonic() >= self._deadline:
+        now_s = time.monotonic()
+        if self._has_token and now_s < min(self._deadline, self._last_token_s + self._patience_s):
+            self._wait_on(self._last_token_s)  # a steady stream's tokens do not set the alarm
+        elif now_s >= self._deadline:
             self._fail(DeadlineError("the request did not finish before its deadline"))
         else:
             workers = " or ".join(self.worker_ids)
@@ -293,6 +321,7 @@ class Run:
         if target is self.prefill:
             self.prefill = None  # its reading is over: from now on it answers
         self._num_moves += 1
+        self._steady = None
         move = self._move = Move(request, link, target)
         self._subscribe(target, request)
         try:

@@ -28,9 +28,10 @@ class StageClock:
         if self._first_token_s is None:
             self._queue_s += waited_s
 
-    def token(self) -> None:
+    def first_token(self, at_s: float) -> None:
+        """Of an attempt; the first attempt's counts."""
         if self._first_token_s is None:
-            self._first_token_s = self._now()
+            self._first_token_s = at_s
 
     def lost(self, handoff_s: float | None) -> None:
         """The attempt is over and another follows. A handoff that it did not come to tell counts as none."""

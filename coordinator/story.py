@@ -9,11 +9,12 @@ Workers keep nothing that is needed here: the draw is keyed by (seed, position),
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from contracts.ends import end_after
 from contracts.errors import BatonError, DrainingError, EngineError, TryAgain
-from contracts.request import Finished, GenerateRequest, Token
+from contracts.request import Finished, GenerateRequest
 
 
 class Story:
@@ -57,8 +58,9 @@ class Story:
             output_ids=tuple(self._known),
         )
 
-    def sent(self, token: Token) -> None:
-        self._known.append(token.token_id)
+    def sent(self, token_ids: Iterable[int]) -> None:
+        """An attempt is over, and the client has these of it."""
+        self._known += token_ids
 
     def finished(self, end: Finished) -> Finished:
         """The end with what only the whole story knows: cache hits of the attempt that gave the first token.

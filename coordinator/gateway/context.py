@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from contracts.config_gateway import TenantLimits
 from contracts.config_slo import SloConfig
 from contracts.service import Service, ServiceClass
-from coordinator.gateway.limits import TenantQuota
+from coordinator.gateway.limits import Bucket, TenantQuota
 from coordinator.promises import Tier, read_class, read_service
 
 DEFAULT_TENANT = "default"
@@ -85,11 +85,10 @@ class RequestContext:
         self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
         self._seen.clear()
 
-    def drew(self) -> None:
-        """One token came."""
-        self.num_output_tokens += 1
-        if not self.caller.is_batch:
-            self.quota.take_output(1)
+    @property
+    def output_bucket(self) -> Bucket | None:
+        """What a token of the output is taken from, if anything."""
+        return None if self.caller.is_batch else self.quota.tokens
 
 
 CURRENT: ContextVar[RequestContext | None] = ContextVar("baton_gateway", default=None)

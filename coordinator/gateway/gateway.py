@@ -44,6 +44,7 @@ from coordinator.gateway.jobs import ENDPOINTS, Jobs
 from coordinator.gateway.keys import Keys
 from coordinator.gateway.limits import Quotas
 from coordinator.gateway.records import Usage, UsageKey
+from coordinator.ingress import take_bodies
 from coordinator.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -276,6 +277,7 @@ class _Exchange:
         if not reads and not gateway.guards.has_output and self._context.limits.max_output_tokens is None:
             await self._app(self._scope, receive, send)
             return
+        take_bodies(self._scope)  # guards and stores read them
         body = await read_json(Request(self._scope, receive), gateway.max_body_bytes)
         again = replay(encode(body), receive)
         if key is not None:

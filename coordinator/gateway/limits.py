@@ -48,7 +48,7 @@ class TenantQuota:
         self._tenant = tenant
         self._limits = limits
         self._requests = _bucket(limits.requests_per_minute, now)
-        self._tokens = _bucket(limits.tokens_per_minute, now)
+        self.tokens = _bucket(limits.tokens_per_minute, now)
         self._num_open = 0
 
     @contextmanager
@@ -61,7 +61,7 @@ class TenantQuota:
                 retry_after_s=_RETRY_CONCURRENT_S,
             )
         # Whoever is in debt waits; how long the prompt is, is not known yet.
-        self._check("tokens", self._tokens, 1, now)
+        self._check("tokens", self.tokens, 1, now)
         self._check("requests", self._requests, 1, now)
         if self._requests is not None:
             self._requests.take(1)
@@ -73,7 +73,7 @@ class TenantQuota:
 
     def take_prompt(self, num_tokens: int, now: float) -> None:
         """Raises RateLimitError, or RequestError for a prompt that no waiting will make fit."""
-        bucket = self._tokens
+        bucket = self.tokens
         if bucket is None:
             return
         if num_tokens > bucket.limit:
@@ -84,13 +84,13 @@ class TenantQuota:
         bucket.take(num_tokens)
 
     def take_output(self, num_tokens: int) -> None:
-        if self._tokens is not None:
-            self._tokens.take(num_tokens)
+        if self.tokens is not None:
+            self.tokens.take(num_tokens)
 
     def headers(self, now: float) -> dict[str, str]:
         """OpenAI's `x-ratelimit-*`, for the limits that exist."""
         found: dict[str, str] = {}
-        for unit, bucket in (("requests", self._requests), ("tokens", self._tokens)):
+        for unit, bucket in (("requests", self._requests), ("tokens", self.tokens)):
             if bucket is not None:
                 found[f"x-ratelimit-limit-{unit}"] = str(bucket.limit)
                 found[f"x-ratelimit-remaining-{unit}"] = str(max(int(bucket.level(now)), 0))

@@ -83,8 +83,12 @@ class MeteredBackend:
 
 
 def _counted(context: RequestContext, sink: TokenSink) -> TokenSink:
+    bucket = context.output_bucket
+
     def count(token: Token) -> bool:
-        context.drew()
+        context.num_output_tokens += 1
+        if bucket is not None:
+            bucket.take(1)
         return sink(token)
 
     return count

@@ -45,6 +45,7 @@ from coordinator.drain import Drain
 from coordinator.errors_http import encode_json, error_body
 from coordinator.gateway.bodies import encode, replay, route_path
 from coordinator.gateway.context import CURRENT, RequestContext
+from coordinator.ingress import take_bodies
 from coordinator.promises import CLASS_HEADER, ITL_HEADER, TTFT_HEADER, known_tier
 
 # Endpoint: the field that bounds an output, and what a missing one means (None: what the context holds).
@@ -91,6 +92,7 @@ class Upstreams:
             await self._app(scope, again, send)
             return
         service_class = context.class_of(known_tier(body.get("service_tier")))
+        take_bodies(scope)  # a gate lets those of one answer pass alone
         for name in chain:
             gate = _Gate(send, name, passes_all=name == chain[-1])
             context.answered_by = name

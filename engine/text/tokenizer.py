@@ -54,6 +54,7 @@ class TextModel:
         self._bytes, self._strips_space = _byte_table(tokenizer)
         self.special_ids = frozenset(i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special)
         self.max_token_bytes = max(map(len, self._bytes), default=1)
+        self.whole_texts = _WholeTexts(self._bytes)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -114,6 +115,27 @@ class TextModel:
         if self.template is None:
             raise ConfigError(f"expected a chat template but model {self.name} has none")
         return self.template.render(messages, add_generation_prompt, continue_final_message, tools, kwargs)
+
+
+class _WholeTexts(dict[int, str | None]):
+    """Each id's text if its bytes are whole characters, else None; made when first asked for.
+
+    Asked for every token that is shown, and so without a call of ours.
+    """
+
+    def __init__(self, table: Sequence[bytes]) -> None:
+        super().__init__()
+        self._table = table
+
+    def __missing__(self, token_id: int) -> str | None:
+        found: str | None = ""
+        if 0 <= token_id < len(self._table):
+            try:
+                found = self._table[token_id].decode()
+            except UnicodeDecodeError:
+                found = None
+            self[token_id] = found
+        return found
 
 
 def load_text(model_path: str | Path) -> TextModel:

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from fastapi import FastAPI
 
 from contracts.config import BatonConfig
 from coordinator.drain import Drain
 from coordinator.http import make_app
+from coordinator.ingress import PlainErrors
 from engine.text.tokenizer import TextModel
 from tests.coordinator.fake_backend import FakeBackend, Script
 from tests.engine.text.builders import make_text
@@ -31,6 +33,7 @@ class Service:
 
     client: httpx.AsyncClient
     backend: FakeBackend
+    app: FastAPI
 
     async def chat(self, content: Any = "hi", **fields: Any) -> httpx.Response:
         body = {"model": MODEL, "messages": [{"role": "user", "content": content}], **fields}
@@ -54,9 +57,9 @@ async def service(
     """Leaves only when no request runs any more: a leak is a failed test."""
     fake = FakeBackend(script, **backend)
     app = make_app(config or make_config(), text, fake, sees_clients=sees_clients, drain=drain)
-    transport = httpx.ASGITransport(app, client=(peer, 5000))
+    transport = httpx.ASGITransport(PlainErrors(app), client=(peer, 5000))  # as Serve puts it around
     async with httpx.AsyncClient(transport=transport, base_url="http://baton") as client:
-        yield Service(client, fake)
+        yield Service(client, fake, app)
     assert not fake.running
 
 

@@ -20,9 +20,10 @@ from contracts.errors import (
     WireError,
     WorkerLostError,
 )
-from contracts.messages import Cancel, Ended, Peers, Prefill, Reserve, WorkerInfo
+from contracts.messages import Cancel, Ended, Peers, Prefill, Reserve, Reserved, WorkerInfo
 from contracts.request import Finished, Token
 from contracts.ticket import is_genuine
+from coordinator.run import Run
 from tests.coordinator.fake_worker import SECRET, FakeWorker, finish, hand_off, next_token, send_tokens
 from tests.coordinator.flow_scene import (
     collect,
@@ -350,6 +351,27 @@ async def test_a_stalled_stream_is_placed_again_then_given_up() -> None:
         with pytest.raises(WorkerLostError, match="no token from"):
             await collect(s, request())
         assert s.recorder.continuations == ["worker_lost"]
+
+
+async def test_tokens_that_come_in_time_keep_a_stream_from_stalling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The alarm was set by the first of them alone: it looks when it rings."""
+    async with scene(FakeWorker("decode", "d1"), stall_timeout_s=30) as s:
+        link, now_s = s.fleet.link("d1"), time.monotonic()
+        run = Run(request(), None, link, s.flow._means, lambda token: True)
+        ending = asyncio.create_task(run.finish(now_s + 300))
+        monkeypatch.setattr("coordinator.run.time.monotonic", lambda: now_s)
+        run._hear(link, Reserved("r", 0))
+        for index in range(4):
+            now_s += 29
+            run._hear(link, Token(index, 5))
+        run._lose_patience()
+        assert run._error is None
+        now_s += 31
+        run._lose_patience()
+        monkeypatch.undo()
+        with pytest.raises(WorkerLostError, match="no token from d1 for 30"):
+            await ending
+        run.close()
 
 
 async def test_a_silent_worker_is_lost_and_its_requests_are_told() -> None:

@@ -494,6 +494,36 @@ async def test_a_response_is_the_same_streamed_or_not() -> None:
         assert "".join(e["delta"] for e in found if e["type"].endswith("text.delta")) == "Hello!"
 
 
+async def test_a_response_lists_its_tokens_streamed_or_not() -> None:
+    fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "stop": ["!"]}
+    async with service(reply("Hé!")) as s:  # é is two tokens, and the stop string is not shown
+        (part,) = (await ask(s, **fields)).json()["output"][0]["content"]
+        chat = (await s.chat(logprobs=True, top_logprobs=2, stop=["!"])).json()["choices"][0]
+        found = response_events((await ask(s, **fields, stream=True)).text)
+    assert part["text"] == chat["message"]["content"] == "Hé"
+    assert part["logprobs"] == chat["logprobs"]["content"]
+    assert [entry["bytes"] for entry in part["logprobs"]] == [[72], [0xC3], [0xA9], [33]]
+    assert [len(entry["top_logprobs"]) for entry in part["logprobs"]] == [2] * 4
+    assert found[-1]["response"]["output"][0]["content"] == [part]
+    deltas = [event for event in found if event["type"] == "response.output_text.delta"]
+    (done,) = (event for event in found if event["type"] == "response.output_text.done")
+    assert [entry for event in deltas for entry in event["logprobs"]] == done["logprobs"]
+    brief = [{key: entry[key] for key in ("token", "logprob")} for entry in part["logprobs"]]
+    assert [{key: entry[key] for key in ("token", "logprob")} for entry in done["logprobs"]] == brief
+    assert {key for entry in done["logprobs"] for other in entry["top_logprobs"] for key in other} == {
+        "token", "logprob",
+    }  # fmt: skip
+
+
+async def test_logprobs_of_a_response_are_refused_where_tokens_are_no_message() -> None:
+    fields = {"include": ["message.output_text.logprobs"]}
+    flat = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]
+    async with service() as s, service(text=THINKING) as thinking:
+        for response in (await ask(s, **fields, tools=[flat]), await ask(thinking, **fields)):
+            assert (response.status_code, error_of(response)["param"]) == (400, "include")
+        assert not s.backend.requests
+
+
 async def test_a_response_that_was_cut_is_incomplete() -> None:
     async with service(reply("Hello!")) as s:
         cut = (await ask(s, max_output_tokens=3)).json()
@@ -548,6 +578,12 @@ async def test_a_response_may_have_a_format() -> None:
         ({"text": {"format": {"type": "xml"}}}, "text"),
         ({"temperature": 5}, "temperature"),
         ({"truncation": "auto"}, "truncation"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"include": "message.output_text.logprobs"}, "include"),
+        ({"include": [{}]}, "include"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
+        ({"logprobs": True}, "logprobs"),
     ],
 )
 async def test_response_refusals_name_their_field(fields: dict[str, Any], param: str) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import pickle
 from typing import Any
 
 import httpx
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from coordinator.ingress import middlewares
+from coordinator.ingress import PlainErrors, bodies_send, middlewares, take_bodies
 from tests.coordinator.http_tools import error_of
 
 
@@ -70,3 +72,69 @@ async def test_everything_else_passes_untouched(path: str, status: int, kind: by
         response = await client.get(path)
     assert (response.status_code, response.content) == (status, body)
     assert response.headers["x-other"] == "1"
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+async def test_bodies_with_more_to_come_go_to_the_server_unless_somebody_reads_them(is_read: bool) -> None:
+    told: list[Message] = []
+    seen: list[Message] = []
+
+    async def server(message: Message) -> None:
+        told.append(message)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if is_read:
+            take_bodies(scope)
+
+        async def between(message: Message) -> None:
+            seen.append(message)
+            await send(message)
+
+        await between({"type": "http.response.start", "status": 200, "headers": []})
+        await bodies_send(scope, between)({"type": "http.response.body", "body": b"1", "more_body": True})
+        await between({"type": "http.response.body", "body": b"2"})
+
+    async def receive() -> Message:
+        raise AssertionError
+
+    await PlainErrors(app)({"type": "http", "path": "/v1/chat/completions"}, receive, server)
+    assert [message.get("body") for message in told] == [None, b"1", b"2"]
+    assert [message.get("body") for message in seen] == ([None, b"1", b"2"] if is_read else [None, b"2"])
+
+
+async def test_a_scope_can_be_sent_to_another_process_and_means_nothing_there() -> None:
+    scopes: list[Scope] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        scopes.append(pickle.loads(pickle.dumps(scope)))
+
+    async def send(message: Message) -> None:
+        raise AssertionError
+
+    async def receive() -> Message:
+        raise AssertionError
+
+    await PlainErrors(app)({"type": "http", "path": "/"}, receive, send)
+    assert bodies_send(scopes[0], send) is send
+
+
+async def test_another_loop_than_the_servers_does_not_call_its_send() -> None:
+    found: list[bool] = []
+
+    async def send(message: Message) -> None:
+        raise AssertionError
+
+    async def server(message: Message) -> None:
+        raise AssertionError
+
+    async def app(scope: Scope, receive: Receive, _: Send) -> None:
+        async def elsewhere() -> bool:
+            return bodies_send(scope, send) is send
+
+        found.append(await asyncio.to_thread(asyncio.run, elsewhere()))
+
+    async def receive() -> Message:
+        raise AssertionError
+
+    await PlainErrors(app)({"type": "http", "path": "/"}, receive, server)
+    assert found == [True]

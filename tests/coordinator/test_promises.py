@@ -144,7 +144,7 @@ PROMISED = Service(ttft_s=1.0, itl_s=0.1)
 def test_the_first_token_and_the_mean_gap_are_what_was_promised(token_times_s: list[float], met: str) -> None:
     account = Account(PROMISED, arrived_s=0.0)
     for time_s in token_times_s:
-        account.token(time_s)
+        account.tokens(1, time_s, time_s)
     assert account.met(9.0, has_failed=False) == met
     assert account.met(9.0, has_failed=True) == "none"
 
@@ -158,7 +158,7 @@ def test_who_leaves_in_time_says_nothing_and_who_leaves_late_has_waited_too_long
 def test_one_promise_alone_is_kept_or_not() -> None:
     account = Account(Service("batch", ttft_s=5.0), 0.0)
     for time_s in (4.0, 99.0):
-        account.token(time_s)
+        account.tokens(1, time_s, time_s)
     assert account.met(99.0, has_failed=False) == "both"
 
 

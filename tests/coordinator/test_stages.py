@@ -30,9 +30,9 @@ def test_stages_share_the_whole_between_them() -> None:
     clock.now_s = 102.0
     stages.placed(2.0)
     clock.now_s = 105.0
-    stages.token()
+    stages.first_token(clock.now_s)
     clock.now_s = 106.0
-    stages.token()
+    stages.first_token(clock.now_s)
     clock.now_s = 109.0
     timings = stages.timings(0.25)
     assert same(timings, 2.0, 3.0, 0.25, 4.0, 1)
@@ -49,7 +49,7 @@ def test_attempts_before_the_first_token_are_queue_while_they_wait_and_prefill_e
     clock.now_s = 107.0
     stages.placed(4.0)
     clock.now_s = 108.0
-    stages.token()
+    stages.first_token(clock.now_s)
     assert same(stages.timings(), 5.0, 3.0, 0.0, 0.0, 2)
 
 
@@ -58,12 +58,12 @@ def test_what_a_lost_worker_costs_after_the_first_token_is_decode_and_handoffs_a
     stages = StageClock(clock)
     stages.placed(0.0)
     clock.now_s = 101.0
-    stages.token()
+    stages.first_token(clock.now_s)
     stages.lost(0.5)
     clock.now_s = 111.0
     stages.placed(10.0)
     clock.now_s = 112.0
-    stages.token()
+    stages.first_token(clock.now_s)
     assert same(stages.timings(0.25), 0.0, 1.0, 0.75, 11.0, 2)
 
 

@@ -13,7 +13,7 @@ from contracts.errors import (
     RequestError,
     WorkerLostError,
 )
-from contracts.request import Finished, GenerateRequest, SamplingParams, Token
+from contracts.request import Finished, GenerateRequest, SamplingParams
 from coordinator.story import Story
 
 EOS, STOP = 2, 9
@@ -26,8 +26,7 @@ def make_story(max_continuations: int = 3, output_ids: tuple[int, ...] = (), **s
 
 
 def send(story: Story, *token_ids: int) -> None:
-    for token_id in token_ids:
-        story.sent(Token(story.num_known, token_id))
+    story.sent(token_ids)
 
 
 def test_each_attempt_has_its_own_id_and_all_tokens_sent() -> None:

@@ -220,6 +220,10 @@ def test_haproxy_socket_paths_fit_into_a_unix_address() -> None:
     held.close()
 
 
+def test_haproxy_has_a_thread_for_every_four_cores_and_at_least_one() -> None:
+    assert [haproxy.num_threads(cores) for cores in (1, 2, 7, 8, 16, 96)] == [1, 1, 1, 2, 4, 4]
+
+
 def rewritten(tmp_path: Path, text: str) -> str:
     """What the script makes of a configuration."""
     script = haproxy.write_script(tmp_path)

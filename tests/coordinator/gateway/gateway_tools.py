@@ -14,6 +14,7 @@ from coordinator.drain import Drain
 from coordinator.gateway.gateway import Gateway
 from coordinator.gateway.keys import KeyFile, _write_file, make_key
 from coordinator.http import make_app
+from coordinator.ingress import PlainErrors
 from tests.coordinator.fake_backend import FakeBackend, Script
 from tests.coordinator.http_tools import TEXT, Service, make_config
 
@@ -39,10 +40,10 @@ async def gateway_service(
     settings = {"state_dir": str(folder), **settings}
     backend, drain = FakeBackend(script), Drain()
     app = make_app(make_config(gateway=settings, server=server or {}), TEXT, backend, drain=drain)
-    transport = httpx.ASGITransport(app, root_path=root_path)
+    transport = httpx.ASGITransport(PlainErrors(app), root_path=root_path)  # as Serve puts it around
     async with app.state.gateway.running(app):
         async with httpx.AsyncClient(transport=transport, base_url="http://baton") as client:
-            yield GatewayService(client, backend, app.state.gateway, drain)
+            yield GatewayService(client, backend, app, app.state.gateway, drain)
     assert not backend.running
 
 

@@ -449,7 +449,7 @@ async def test_only_one_process_runs_the_batches_of_a_folder(tmp_path: Path) -> 
 
 async def test_the_official_client_runs_a_batch(tmp_path: Path) -> None:
     async with gateway_service(reply("Hi"), folder=tmp_path) as s:
-        app: ASGIApp = s.client._transport.app  # type: ignore[attr-defined]
+        app: ASGIApp = s.app
         http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
         async with openai.AsyncOpenAI(base_url="http://baton/v1", api_key="none", http_client=http) as client:
             file = await client.files.create(file=("in.jsonl", jsonl(line("a"))), purpose="batch")

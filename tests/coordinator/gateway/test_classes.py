@@ -177,7 +177,7 @@ async def test_the_lines_of_a_batch_are_of_the_batch_class_whoever_sent_it(tmp_p
 
 async def test_the_counts_of_line_and_promises_are_shown() -> None:
     async with service() as s:
-        metrics = s.client._transport.app.state.gateway.metrics  # type: ignore[attr-defined]
+        metrics = s.app.state.gateway.metrics
         metrics.waiting("batch", +1)
         metrics.refused("interactive", "too_late")
         metrics.promised("interactive", "both")
