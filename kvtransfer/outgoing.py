@@ -246,8 +246,8 @@ class Outgoing:
         if self._on_caught_up is not None and self._block_ids and not self._plan.is_under_way:
             tell, self._on_caught_up = self._on_caught_up, None
             tell()
-        if self._kept:
-            self._pump_soon()
+        if self._kept and not self._is_pumping:
+            self._pump()  # at once, so that Open, Data and Fin go out together
 
     def _pump_soon(self) -> None:
         if not self._is_pumping:

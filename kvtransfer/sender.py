@@ -209,6 +209,7 @@ class Sender:
 
     async def _talk(self, channel: Channel, link: Link) -> None:
         config = self._config
+        channel.batch()
         slot_bytes = min(config.slot_bytes, channel.peer.slot_bytes or config.slot_bytes)
         if slot_bytes < config.slot_bytes:
             logger.info(
