@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from contracts.blocks import KvLayout
 from contracts.errors import HandoffError
 
-PIECE_BYTES = 15 << 18  # what a chunk has, if whole blocks allow it: nearly a slot
+PIECE_BYTES = 63 << 18  # what a chunk has, if whole blocks allow it: nearly a slot of the default size
 MAX_SENDS = 3  # of one chunk: the first and two repeats
 
 

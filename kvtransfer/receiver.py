@@ -59,7 +59,7 @@ from kvtransfer.watch import Watch, watch_link
 logger = logging.getLogger("baton.kvtransfer")
 
 NUM_TOMBSTONES = 4096
-MAX_COPIES = 2  # chunks scattered in a row before the event loop's other work has its turn
+MAX_COPIED_BYTES = 8 << 20  # scattered in a row before the event loop's other work has its turn
 
 
 class Receiver:
@@ -144,8 +144,8 @@ class Receiver:
                 message = await channel.receive()
                 watch.heard()
                 self._handle(connection, message)
-                num_copied = num_copied + 1 if isinstance(message, Data) else 0
-                if num_copied == MAX_COPIES:  # messages that are here are read without a pause between them
+                num_copied = num_copied + max(message.num_bytes, 1) if isinstance(message, Data) else 0
+                if num_copied >= MAX_COPIED_BYTES:  # else messages that are here are read without a pause
                     num_copied = 0
                     await asyncio.sleep(0)
         except ProtocolError as error:
