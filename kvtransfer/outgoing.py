@@ -42,7 +42,7 @@ from contracts.messages import Abort, ChunkDone, Data, Fin, HandoffState, Messag
 from contracts.ticket import Ticket
 from kvtransfer.incoming import OK, UNNEEDED
 from kvtransfer.pages import checksum
-from kvtransfer.plan import Chunk, ChunkPlan, tokens_per_chunk
+from kvtransfer.plan import Chunk, ChunkPlan, least_whole_tokens, tokens_per_chunk
 from kvtransfer.slots import SendSlots, Staging
 from kvtransfer.transport import Link, Op
 
@@ -144,7 +144,9 @@ class Outgoing:
         layout = route.pages.layout
         max_tokens = tokens_per_chunk(layout, route.slot_bytes)
         num_tokens = ticket.num_tokens if on_caught_up is None else None
-        self._plan = ChunkPlan(start, num_tokens, layout.block_size, max_tokens)
+        is_staged = route.staging.tensor(0) is not None  # then nothing is sent from where it lies
+        least_whole = max_tokens + 1 if is_staged else least_whole_tokens(layout)
+        self._plan = ChunkPlan(start, num_tokens, layout.block_size, max_tokens, least_whole)
         self._loop.call_soon(self._open)
 
     # --- the engine's side, any thread ------------------------------------------------------------------------------

@@ -32,7 +32,9 @@ def test_a_plan_cuts_every_token_once_and_no_piece_is_too_long(
     data: st.DataObject, num_tokens: int, block_size: int, max_tokens: int
 ) -> None:
     start = data.draw(st.integers(0, num_tokens))
-    plan, arrivals = ChunkPlan(start, num_tokens, block_size, max_tokens), Arrivals(start, num_tokens)
+    least_whole = data.draw(st.integers(1, 80))
+    plan = ChunkPlan(start, num_tokens, block_size, max_tokens, least_whole)
+    arrivals = Arrivals(start, num_tokens)
     damaged: Counter[int] = Counter()
     num_sent = 0
     for num_ready in [*data.draw(st.lists(sizes, max_size=6)), num_tokens]:
@@ -83,6 +85,20 @@ def test_a_plan_without_an_end_sends_full_blocks_until_it_is_told_the_end(
     send()
     assert plan.is_complete
     assert arrivals.is_complete(plan.num_chunks, num_tokens)
+
+
+def test_the_part_of_a_block_at_the_end_goes_alone_behind_enough_whole_ones() -> None:
+    def cuts(num_tokens: int, least_whole: int) -> list[tuple[int, int]]:
+        plan = ChunkPlan(0, num_tokens, 4, 20, least_whole)
+        plan.ready(num_tokens)
+        chunks = [plan.next() for _ in range(plan.num_chunks)]
+        return [(chunk.low, chunk.high) for chunk in chunks]
+
+    assert cuts(18, 16) == [(0, 16), (16, 18)]
+    assert cuts(18, 17) == [(0, 18)]
+    assert cuts(16, 1) == [(0, 16)]
+    assert cuts(3, 1) == [(0, 3)]
+    assert cuts(39, 16) == [(0, 20), (20, 36), (36, 39)]
 
 
 def test_a_piece_damaged_too_often_is_a_typed_error() -> None:
