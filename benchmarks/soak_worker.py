@@ -126,12 +126,12 @@ class SoakWorker:
         """What is not back: blocks, receiving slots, sending slots, requests."""
         audit = self._pool.audit()
         self._pool.check()
-        num_slots = CONFIG.num_slots
+        num_slots, counts = CONFIG.num_slots, self._endpoint.slot_counts
         self._tell(
             "audit",
             {
                 "blocks": audit.total - audit.free - audit.cached,
-                "slots": num_slots - self._endpoint.slot_counts.free,
+                "slots": num_slots - counts.free - counts.kept,
                 "send_slots": num_slots - self._endpoint.num_free_send_slots,
                 "requests": len(self._requests),
             },

@@ -44,7 +44,15 @@ class Channel:
         self._writer = writer
         self._max_frame_bytes = MAX_UNPROVED_FRAME_BYTES
         self._inbox = bytearray()
+        self._outbox: list[bytes] | None = None
         self.peer = Hello("", 0, "", b"")
+
+    def batch(self) -> None:
+        """From now on, what is said within one turn of the event loop goes out in one piece at its end.
+
+        Each write of its own wakes the peer, which on few cores takes the processor from whoever has more to say.
+        """
+        self._outbox = []
 
     def send(self, message: Message) -> None:
         """Queue one message, in order, without waiting.
@@ -58,7 +66,19 @@ class Channel:
         if self._writer.transport.get_write_buffer_size() > MAX_OUTBOX_BYTES:
             self._writer.transport.abort()
             raise WorkerLostError(f"{self.peer.sender_id} has left {MAX_OUTBOX_BYTES} bytes unread")
-        self._writer.write(_LENGTH.pack(len(payload)) + payload)
+        frame = _LENGTH.pack(len(payload)) + payload
+        if self._outbox is None:
+            self._writer.write(frame)
+            return
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append(frame)
+
+    def _flush(self) -> None:
+        if self._outbox:
+            frames, self._outbox = self._outbox, []
+            if not self._writer.is_closing():
+                self._writer.write(b"".join(frames))
 
     async def receive(self) -> Message:
         """The next message. Raises WorkerLostError at EOF or reset, ProtocolError on a frame that is not
@@ -94,10 +114,12 @@ class Channel:
 
     def abort(self) -> None:
         """Close at once, dropping what is queued."""
+        self._flush()
         self._writer.transport.abort()
 
     async def close(self) -> None:
         """Flush for at most a second and close."""
+        self._flush()
         self._writer.close()
         with contextlib.suppress(TimeoutError, OSError):
             await asyncio.wait_for(self._writer.wait_closed(), 1.0)

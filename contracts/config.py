@@ -179,12 +179,12 @@ class TransferConfig(Section):
         description="What KV is on its way. auto: exactly what the target's blocks hold. fp8: rounded to e4m3 with a scale per block, layer and head, a half of bfloat16's bytes, if the peer has this setting as well. Answers may then differ from those of one engine.",
     )
     slot_bytes: int = Field(
-        4 << 20,
+        16 << 20,
         ge=4096,
-        description="Size of one staging slot: what is copied and sent in one piece. Best a few blocks.",
+        description="Size of one staging slot: what is copied and sent in one piece. Each piece costs some wake-ups of both workers; a large one holds up what else they do for as long as its copy takes.",
     )
     num_slots: int = Field(
-        16,
+        8,
         ge=2,
         description="Staging slots per worker: bounds what is in flight. Over shm each pair has as many, which take memory only when used.",
     )

@@ -2,8 +2,7 @@
 
 Frames are msgpack maps {v, kind, ...fields} (see wire.py). Durations cross processes, timestamps never do.
 
-Version log (bump PROTOCOL_VERSION when an old peer would misread a message; new optional fields need no
-bump):
+Version log (bump PROTOCOL_VERSION when an old peer would misread a message; new optional fields need no bump):
     1  first version
     2  Hello.data_address lists every transport; small probes are echoed; Data.checksum is xxh3, 0: none;
        ChunkDone grants; Fin may come before the last bytes
@@ -11,6 +10,7 @@ bump):
     4  Orders; a worker tells its duty in Status; Migrate and Stayed; Reserve.num_more and HandoffState.output_ids: a
        handoff may end with more tokens than it began with
     5  Tokens are tuples
+    6  Keep: slots that a connection holds; Data may follow Open at once
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from contracts.roles import Duty, Orders
 from contracts.steps import StepReport
 from contracts.ticket import Ticket
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 Role = Literal["prefill", "decode"]
 
@@ -57,9 +57,7 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First frame of each side. `nonce` is answered by the peer's Proof. `fingerprint` is compared before
-    anything else.
-    """
+    """First frame of each side. `nonce` is answered by the peer's Proof. `fingerprint` is compared before all else."""
 
     sender_id: str
     incarnation: int
@@ -207,10 +205,8 @@ class PeerEvent:
 
 @dataclass(frozen=True, slots=True)
 class PeerStatus:
-    """A kv connection as its sending side sees it, after the transfer self-test.
-
-    `is_slow`: ready, but far below what such a path promises; `detail` says it in words for people. `events` are
-    the latest, oldest first.
+    """A kv connection as its sending side sees it, after the self-test. `is_slow`: ready, but far below what such a
+    path promises; `detail` says it in words for people. `events` are the latest, oldest first.
     """
 
     worker_id: str
@@ -274,19 +270,24 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """P -> D: chunks ready to send since Open, in total (a repeated Want adds nothing). D grants no more
-    slots than that.
-
-    `handoff_id` "" asks for slots for the self-test.
-    """
+    """P -> D: chunks ready to send since Open, in total, but for those in kept slots (repeated, it adds nothing). D
+    grants no more slots than that. `handoff_id` "" asks for slots for the self-test."""
 
     handoff_id: str
     num_chunks: int
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """P -> D after the self-test: keep up to `num_slots` slots granted to this connection, by Grants to handoff "",
+    each for one Data of any handoff that P has opened. When D is through with its bytes, it grants another."""
+
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True)
 class Grant:
-    """D -> P: `slots` are yours; each may carry one Data (or, with handoff_id "", one Probe), whose tag is the slot."""
+    """D -> P: `slots` are yours; each may carry one Data, whose tag is the slot. Handoff "": one Probe, or see Keep."""
 
     handoff_id: str
     slots: tuple[int, ...]
@@ -395,5 +396,5 @@ Message = (
     Hello | Proof | Refusal
     | Reserve | Prefill | Migrate | Cancel | Peers | Orders | AskAudit
     | Reserved | Tokens | HandedOff | Stayed | Ended | Status | AuditReply
-    | Open | Want | Grant | Data | ChunkDone | Fin | Commit | Abort | AbortOk | Probe | ProbeDone | Ping | Pong
+    | Open | Want | Keep | Grant | Data | ChunkDone | Fin | Commit | Abort | AbortOk | Probe | ProbeDone | Ping | Pong
 )  # fmt: skip

@@ -38,7 +38,7 @@ TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 131072.
 ENDPOINTS = (
     "chat", "completions", "responses", "models", "files", "batches", "health", "ready", "metrics", "debug", "other",
 )  # fmt: skip
-KV_SLOT_STATES = ("free", "granted", "receiving", "quarantined")
+KV_SLOT_STATES = ("free", "granted", "receiving", "quarantined", "kept")
 HANDOFF_DIRECTIONS = ("in", "out")
 BLOCK_STATES = ("free", "cached", "running", "reserved", "in_handoff", "quarantined")
 
@@ -216,7 +216,8 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "baton_worker_kv_slots",
         "gauge",
-        "Receiving staging slots by state; quarantined ones wait for the last bytes of a handoff that is over.",
+        "Receiving staging slots by state; quarantined ones wait for the last bytes of a handoff that is over, kept "
+        "ones are granted to a connection for the next handoff's first bytes.",
         (*_WORKER, "state"),
         writer="worker",
     ),

@@ -1,23 +1,28 @@
 """One connection of a receiver, and what is under way on it.
 
-accepted ──► receiving (slots whose bytes were announced), aborting (handoffs whose end was told) ──► fenced
+accepted ──► receiving (slots of which bytes or their Data are due), aborting (handoffs whose end was told) ──► fenced
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from contracts.channel import Channel
 from contracts.errors import WorkerLostError
 from contracts.messages import Message
+from kvtransfer.landing import Landing
 from kvtransfer.slots import Staging
 from kvtransfer.transport import Link
 
 
 @dataclass(eq=False, slots=True)
 class Connection:
-    """`is_rounded`: its KV comes in 8 bits (fp8.py). `receiving`: slot -> deadline of its bytes, or of their echo.
-    `aborting`: handoff -> deadline of its AbortOk.
+    """`is_rounded`: its KV comes in 8 bits (fp8.py). `receiving`: slot -> deadline of its bytes, of the Data that says
+    what they are, or of their echo. `aborting`: handoff -> deadline of its AbortOk. `landings`: slot -> its receive.
     """
 
     number: int
@@ -27,6 +32,7 @@ class Connection:
     is_rounded: bool
     receiving: dict[int, float] = field(default_factory=dict)
     aborting: dict[str, float] = field(default_factory=dict)
+    landings: dict[int, Landing] = field(default_factory=dict)
 
     @property
     def source(self) -> tuple[str, int]:
@@ -38,6 +44,20 @@ class Connection:
             self.channel.send(message)
         except WorkerLostError:
             self.channel.abort()
+
+    def echo(self, slot: int, content: Tensor, deadline_s: float, then: Callable[[], None]) -> None:
+        """Send the content of `slot` back over the link; `then` is called when it is gone, unless the connection is."""
+        self.receiving[slot] = deadline_s
+        op = self.link.send(slot, content.numpy().data)
+
+        def sent(final: asyncio.Future[int]) -> None:
+            self.receiving.pop(slot, None)
+            if final.exception() is not None:
+                self.channel.abort()
+            elif not self.channel.is_closed:
+                then()
+
+        op.final.add_done_callback(sent)
 
     def is_overdue(self, now_s: float) -> bool:
         """The peer neither sends what it announced nor lets go of what it was granted."""

@@ -81,6 +81,7 @@ class KvEndpoint:
         self._address = await paths.listen()
 
         async def serve(channel: Channel, hello: Hello) -> None:
+            channel.batch()
             link = await paths.accept(hello.bind_token, self._config.connect_timeout_s)
             await self._receiver.serve(channel, link, fp8.is_agreed(hello, channel.peer))
 

@@ -1,10 +1,11 @@
 """The sending end of one handoff, of a prompt or of a request that is decoded: computed tokens in, chunks out.
 
-    OPENING ──Grant──► STREAMING ──finish() and all chunks sent──► FINISHING ──Commit──► DONE(None)
+    OPENING ──a slot──► STREAMING ──finish() and all chunks sent──► FINISHING ──Commit──► DONE(None)
        └──────────────────┴── abort() │ Abort of the peer │ peer lost │ no progress ────► DONE(error)
 
     event              OPENING/STREAMING                  FINISHING          DONE
-    ready              cut chunks, Want                   -                  ignored
+    ready              cut chunks, take what slots the    -                  ignored
+                       connection keeps, Want the rest
     Grant              gather + send, one per credit;     -                  ignored: Abort gives the slots back
                        Fin right behind the last one
     ChunkDone ok       next                               -                  ignored
@@ -13,6 +14,9 @@
 
 A migration is a handoff whose end is not known when it begins: the request is decoded meanwhile. `on_caught_up` is when
 all full blocks are at the target; then the request pauses, and `finish` tells how many tokens there are.
+
+A small prompt is one round trip: Open, Data in a slot that the connection keeps, its bytes and Fin; then Commit. Slots
+that were granted to a handoff go back with its Abort; kept ones that it has not used go back to the connection.
 
 A chunk is gathered in one piece on the event loop, into a slot; or, where it lies in one piece anyway, sent straight
 from its blocks. DONE follows at once in any state, `on_done` when the link has let go of the blocks as well: the peer
@@ -38,7 +42,7 @@ from contracts.messages import Abort, ChunkDone, Data, Fin, HandoffState, Messag
 from contracts.ticket import Ticket
 from kvtransfer.incoming import OK, UNNEEDED
 from kvtransfer.pages import checksum
-from kvtransfer.plan import Chunk, ChunkPlan, tokens_per_chunk
+from kvtransfer.plan import Chunk, ChunkPlan, least_whole_tokens, tokens_per_chunk
 from kvtransfer.slots import SendSlots, Staging
 from kvtransfer.transport import Link, Op
 
@@ -90,6 +94,7 @@ class Route:
     slot_bytes: int
     progress_timeout_s: float
     forget: Callable[[str], None]
+    kept: deque[int]  # credits of the connection: for whoever has something to send first
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +126,11 @@ class Outgoing:
         self._on_caught_up = on_caught_up
         self._loop = asyncio.get_running_loop()
         self._credits: deque[int] = deque()
+        self._kept: deque[int] = deque()  # credits as well, but the connection's
         self._state: HandoffState | None = None
         self._finished_s = self._begun_s = 0.0
         self._num_bytes = 0
-        self._num_asked = 0
+        self._num_asked = self._num_kept = 0
         self._num_sending = self._num_in_slots = 0
         self._is_opened = self._has_sent_fin = self._is_done = self._is_pumping = False
         self._result: OutgoingResult | None = None  # for `on_done`, when the link lets go
@@ -138,7 +144,9 @@ class Outgoing:
         layout = route.pages.layout
         max_tokens = tokens_per_chunk(layout, route.slot_bytes)
         num_tokens = ticket.num_tokens if on_caught_up is None else None
-        self._plan = ChunkPlan(start, num_tokens, layout.block_size, max_tokens)
+        is_staged = route.staging.tensor(0) is not None  # then nothing is sent from where it lies
+        least_whole = max_tokens + 1 if is_staged else least_whole_tokens(layout)
+        self._plan = ChunkPlan(start, num_tokens, layout.block_size, max_tokens, least_whole)
         self._loop.call_soon(self._open)
 
     # --- the engine's side, any thread ------------------------------------------------------------------------------
@@ -222,10 +230,16 @@ class Outgoing:
         """Ask for slots, or send Fin, whichever the plan allows now."""
         if not self._is_opened or self._is_done:
             return
-        if self._plan.num_wanted > self._num_asked:
-            if not self._tell(Want(self.handoff_id, self._plan.num_wanted)):
+        num_lacking = self._plan.num_wanted - self._num_asked - self._num_kept
+        if num_lacking and self._route.kept:
+            num_taken = min(num_lacking, len(self._route.kept))
+            self._kept.extend(self._route.kept.popleft() for _ in range(num_taken))
+            self._num_kept += num_taken
+            num_lacking -= num_taken
+        if num_lacking:
+            if not self._tell(Want(self.handoff_id, self._num_asked + num_lacking)):
                 return
-            self._num_asked = self._plan.num_wanted
+            self._num_asked += num_lacking
         if self._state is not None and self._plan.is_sent and not self._has_sent_fin:
             if not self._tell(Fin(self.handoff_id, self._plan.num_chunks, self._state)):
                 return
@@ -234,6 +248,8 @@ class Outgoing:
         if self._on_caught_up is not None and self._block_ids and not self._plan.is_under_way:
             tell, self._on_caught_up = self._on_caught_up, None
             tell()
+        if self._kept and not self._is_pumping:
+            self._pump()  # at once, so that Open, Data and Fin go out together
 
     def _pump_soon(self) -> None:
         if not self._is_pumping:
@@ -243,29 +259,30 @@ class Outgoing:
     def _pump(self) -> None:
         """Send one chunk, then let the loop breathe: others' chunks and messages come in between."""
         self._is_pumping = False
-        if self._is_done or not self._credits or not self._plan.has_next:
+        credits = self._kept or self._credits
+        if self._is_done or not credits or not self._plan.has_next:
             self._route.slots.pass_on()
             return
         chunk = self._plan.peek()
         try:
-            place = self._place(chunk)
+            place = self._place(chunk, credits[0])
         except Exception as error:
             self._cannot_send(chunk, error)
             return
         if place is None:
             return
         self._plan.next()
-        self._send(place, self._credits.popleft(), chunk)
-        if self._credits and self._plan.has_next:
+        self._send(place, credits, chunk)
+        if (self._kept or self._credits) and self._plan.has_next:
             self._pump_soon()
         elif self._plan.is_sent:
             self._advance()
 
-    def _place(self, chunk: Chunk) -> _Place | None:
+    def _place(self, chunk: Chunk, credit: int) -> _Place | None:
         """Where the chunk is sent from: the peer's memory, its own blocks, or a slot. None: wait for one."""
         route = self._route
         num_bytes = route.pages.num_bytes(chunk.low, chunk.high)
-        staged = route.staging.content(self._credits[0], num_bytes)
+        staged = route.staging.content(credit, num_bytes)
         if staged is not None:
             return _Place(staged)
         in_blocks = route.pages.in_place(self._block_ids, chunk.low, chunk.high)
@@ -279,8 +296,9 @@ class Outgoing:
             return None
         return _Place(route.slots.arena.content(slot, num_bytes), route.slots.arena.views[slot], slot)
 
-    def _send(self, place: _Place, credit: int, chunk: Chunk) -> None:
-        route = self._route
+    def _send(self, place: _Place, credits: deque[int], chunk: Chunk) -> None:
+        """With the first of `credits`, which is used up when the peer is told of it."""
+        route, credit = self._route, credits[0]
         num_bytes = route.pages.num_bytes(chunk.low, chunk.high)
         self._begun_s = self._begun_s or time.monotonic()
         try:
@@ -291,6 +309,7 @@ class Outgoing:
             assert content is not None
             summed = checksum(content) if route.is_summed else 0
             route.tell(Data(self.handoff_id, chunk.number, credit, chunk.low, chunk.high, num_bytes, summed))
+            credits.popleft()
             if place.sent is None:
                 self._num_bytes += num_bytes
                 return
@@ -361,6 +380,8 @@ class Outgoing:
         if self._timer is not None:
             self._timer.cancel()
         self._route.slots.forget(self._pump_soon)
+        self._route.kept.extend(self._kept)
+        self._kept.clear()
         self._route.forget(self.handoff_id)
         now_s = time.monotonic()
         exposed_s = now_s - self._finished_s if self._finished_s else 0.0

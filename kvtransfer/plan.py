@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from dataclasses import dataclass
 
 from contracts.blocks import KvLayout
 from contracts.errors import HandoffError
 
-PIECE_BYTES = 15 << 18  # what a chunk has, if whole blocks allow it: nearly a slot
+PIECE_BYTES = 63 << 18  # what a chunk has, if whole blocks allow it: nearly a slot of the default size
+LEAST_WHOLE_BYTES = (
+    2 << 20
+)  # of whole blocks that are sent from where they lie: less is faster gathered with the rest
 MAX_SENDS = 3  # of one chunk: the first and two repeats
 
 
@@ -25,18 +29,32 @@ def tokens_per_chunk(layout: KvLayout, slot_bytes: int) -> int:
     return min(num_blocks * layout.block_size, slot_bytes // layout.bytes_per_token)
 
 
+def least_whole_tokens(layout: KvLayout) -> int:
+    """So many that it is worth a piece of its own not to gather them."""
+    return -(-LEAST_WHOLE_BYTES // layout.bytes_per_token)
+
+
 class ChunkPlan:
     """Which token ranges go out next, again, or are through. No I/O.
 
     Chunks end at block boundaries where a whole block fits, since whole blocks copy fastest; a block that is not full
-    yet waits, unless nothing more comes. `num_tokens` None: not known before `end`.
+    yet waits, unless nothing more comes. `num_tokens` None: not known before `end`. From `least_whole` tokens on, whole
+    blocks go without the part of a block that ends the sequence: whatever has that part must be gathered.
     """
 
-    def __init__(self, start: int, num_tokens: int | None, block_size: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        start: int,
+        num_tokens: int | None,
+        block_size: int,
+        max_tokens: int,
+        least_whole: int = sys.maxsize,
+    ) -> None:
         self._cut = start
         self._num_tokens = num_tokens
         self._block_size = block_size
         self._max_tokens = max_tokens
+        self._least_whole = least_whole
         self._queue: deque[Chunk] = deque()
         self._under_way: dict[int, Chunk] = {}
         self._num_sends: dict[int, int] = {}
@@ -69,7 +87,7 @@ class ChunkPlan:
         while self._cut < limit:
             high = min(limit, self._cut + self._max_tokens)
             aligned = high - high % self._block_size
-            if high < limit and aligned > self._cut:
+            if aligned > self._cut and (high < limit or aligned - self._cut >= self._least_whole):
                 high = aligned
             self._queue.append(Chunk(self.num_chunks, self._cut, high))
             self.num_chunks += 1

@@ -14,6 +14,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -36,6 +37,7 @@ from contracts.messages import (
     Data,
     Fin,
     Grant,
+    Keep,
     Message,
     Open,
     Ping,
@@ -47,16 +49,17 @@ from contracts.messages import (
 from contracts.ticket import is_genuine
 from kvtransfer.connection import Connection
 from kvtransfer.incoming import Incoming, IncomingState, Outcome, Reservation, Stored, check_ticket
+from kvtransfer.landing import Landing
 from kvtransfer.pages import Pages, checksum
 from kvtransfer.selftest import ECHO_BYTES
-from kvtransfer.slots import Arena, Credits, FlowKey, QuarantineBudget, SlotCounts, SlotTable, Staging
-from kvtransfer.transport import Link, LinkClosed, Op
+from kvtransfer.slots import KEPT, Arena, Credits, FlowKey, QuarantineBudget, SlotCounts, SlotTable, Staging
+from kvtransfer.transport import Link, LinkClosed
 from kvtransfer.watch import Watch, watch_link
 
 logger = logging.getLogger("baton.kvtransfer")
 
 NUM_TOMBSTONES = 4096
-MAX_COPIES = 2  # chunks scattered in a row before the event loop's other work has its turn
+MAX_COPIED_BYTES = 8 << 20  # scattered in a row before the event loop's other work has its turn
 
 
 class Receiver:
@@ -86,6 +89,10 @@ class Receiver:
         self._is_closed = False
         self.num_damaged_chunks = 0
         self.num_ended: Counter[str] = Counter()  # by Incoming.reason
+
+    @property
+    def _deadline_s(self) -> float:
+        return self._clock() + self._config.progress_timeout_s
 
     @property
     def slot_counts(self) -> SlotCounts:
@@ -130,18 +137,15 @@ class Receiver:
         connection = Connection(next(self._numbers), channel, link, Staging(link), is_rounded)
         watch_link(link, channel)
         self._connections[connection.number] = connection
-        timeout_s = self._config.peer_timeout_s
-        watch = Watch(timeout_s, lambda: self._look(connection), channel.abort)
+        watch = Watch(self._config.peer_timeout_s, lambda: self._look(connection), channel.abort)
         num_copied = 0
         try:
             while True:
                 message = await channel.receive()
                 watch.heard()
                 self._handle(connection, message)
-                num_copied = num_copied + 1 if isinstance(message, Data) else 0
-                if (
-                    num_copied == MAX_COPIES
-                ):  # messages that are here already are read without a pause between them
+                num_copied = num_copied + max(message.num_bytes, 1) if isinstance(message, Data) else 0
+                if num_copied >= MAX_COPIED_BYTES:  # else messages that are here are read without a pause
                     num_copied = 0
                     await asyncio.sleep(0)
         except ProtocolError as error:
@@ -166,6 +170,9 @@ class Receiver:
                 if not handoff_id or self._find(connection, handoff_id):
                     self._credits.want((connection.number, handoff_id), num_chunks)
                     self._hand_out()
+            case Keep(num_slots):
+                self._credits.keep(connection.number, num_slots)
+                self._hand_out()
             case Data():
                 self._data(connection, message)
             case Fin():
@@ -247,7 +254,7 @@ class Receiver:
         if incoming.finish(message, num_coming):
             connection.tell(Commit(message.handoff_id))
         elif math.isinf(incoming.fin_deadline_s):
-            incoming.fin_deadline_s = self._clock() + self._config.progress_timeout_s
+            incoming.fin_deadline_s = self._deadline_s
 
     # --- slots ------------------------------------------------------------------------------------------------------
 
@@ -257,52 +264,59 @@ class Receiver:
             logger.debug("%s: ignored data for slot %d, not granted", connection.source[0], slot)
             return
         incoming = self._find(connection, handoff_id)
-        results: list[Stored] = []
-
-        def store(content: Tensor) -> None:
-            """On the link's thread perhaps."""
-            if incoming is not None and isinstance(message, Data):
-                results.append(incoming.store(message, content))
-
         staged = connection.staging.content(slot, message.num_bytes)
         if staged is not None:
-            store(staged)
-            self._landed(connection, message, staged, results)
+            if isinstance(message, Probe):
+                self._probed(connection, message, staged)
+            else:
+                self._stored(connection, message, incoming is not None and incoming.store(message, staged))
             return
-        connection.receiving[slot] = self._clock() + self._config.progress_timeout_s
-        op = connection.link.post_recv(
-            slot, self._arena.views[slot], lambda num_bytes: store(self._arena.content(slot, num_bytes))
-        )
-        op.final.add_done_callback(lambda _final: self._received(connection, message, op, results))
+        landing = connection.landings.get(slot) or self._post(connection, slot)
+        landing.announce(message, incoming)
+        if landing.is_final:
+            self._landed(connection, landing, message)
+        else:
+            connection.receiving[slot] = self._deadline_s
 
-    def _received(self, connection: Connection, message: Data | Probe, op: Op, results: list[Stored]) -> None:
-        connection.receiving.pop(message.slot, None)
+    def _post(self, connection: Connection, slot: int) -> Landing:
+        landing = connection.landings[slot] = Landing(slot, partial(self._arena.content, slot))
+        op = connection.link.post_recv(slot, self._arena.views[slot], landing.arrived)
+        op.final.add_done_callback(partial(self._final, connection, landing))
+        return landing
+
+    def _final(self, connection: Connection, landing: Landing, final: asyncio.Future[int]) -> None:
         if connection.number not in self._connections:
             return  # fenced: `serve` frees the slots, after the link is closed
-        error = op.final.exception()
+        error = final.exception()
         if isinstance(error, LinkClosed):
             connection.channel.abort()
             return
-        num_bytes = 0 if error is not None else op.final.result()
-        self._landed(connection, message, self._arena.content(message.slot, num_bytes), results)
-
-    def _landed(
-        self, connection: Connection, message: Data | Probe, content: Tensor, results: list[Stored]
-    ) -> None:
-        """`results`: what came of a chunk that was wanted; none of one that was not, or was too long."""
-        if isinstance(message, Probe):
-            self._probed(connection, message, content)
+        landing.is_final, landing.num_bytes = True, 0 if error is not None else final.result()
+        if landing.message is not None:
+            self._landed(connection, landing, landing.message)
         else:
-            self._stored(connection, message, results[0] if results else False)
+            connection.receiving[landing.slot] = self._deadline_s
+
+    def _landed(self, connection: Connection, landing: Landing, message: Data | Probe) -> None:
+        del connection.landings[landing.slot]
+        connection.receiving.pop(landing.slot, None)
+        if isinstance(message, Probe):
+            self._probed(connection, message, landing.content)
+        else:
+            self._stored(connection, message, landing.result)
 
     def _probed(self, connection: Connection, message: Probe, content: Tensor) -> None:
         """The bytes are here: look at them, answer, free the slot."""
         is_ok = content.numel() == message.num_bytes and checksum(content) == message.checksum
         if is_ok and message.num_bytes <= ECHO_BYTES:
-            self._echo(connection, message.slot, content)
+            done = partial(self._probe_done, connection, message.slot, True)
+            connection.echo(message.slot, content, self._deadline_s, done)
             return
-        connection.tell(ProbeDone(message.slot, is_ok))
-        self._slots.finish(message.slot)
+        self._probe_done(connection, message.slot, is_ok)
+
+    def _probe_done(self, connection: Connection, slot: int, is_ok: bool) -> None:
+        connection.tell(ProbeDone(slot, is_ok))
+        self._slots.finish(slot)
         self._hand_out()
 
     def _stored(self, connection: Connection, message: Data, result: Stored) -> None:
@@ -326,30 +340,19 @@ class Receiver:
             connection.tell(replace(done, granted=granted))
         self._grant(given)
 
-    def _echo(self, connection: Connection, slot: int, content: Tensor) -> None:
-        """Send the probe's bytes back; the slot is free when they are gone."""
-        connection.receiving[slot] = self._clock() + self._config.progress_timeout_s
-        op = connection.link.send(slot, content.numpy().data)
-
-        def sent(final: asyncio.Future[int]) -> None:
-            connection.receiving.pop(slot, None)
-            if connection.number not in self._connections:
-                return
-            if final.exception() is not None:
-                connection.channel.abort()
-                return
-            connection.tell(ProbeDone(slot, True))
-            self._slots.finish(slot)
-            self._hand_out()
-
-        op.final.add_done_callback(sent)
-
     def _hand_out(self) -> None:
         self._grant(self._credits.hand_out())
 
     def _grant(self, given: dict[FlowKey, tuple[int, ...]]) -> None:
         for (number, handoff_id), slots in given.items():
-            self._connections[number].tell(Grant(handoff_id, slots))
+            connection = self._connections[number]
+            if handoff_id != KEPT:
+                connection.tell(Grant(handoff_id, slots))
+                continue
+            for slot in slots:
+                if connection.staging.tensor(slot) is None:
+                    self._post(connection, slot)
+            connection.tell(Grant("", slots))
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -370,7 +373,7 @@ class Receiver:
         if told is not None:
             connection.tell(Abort(handoff_id, to_wire(told)))
         if self._slots.quarantine(key) and told is not None:
-            connection.aborting[handoff_id] = self._clock() + self._config.progress_timeout_s
+            connection.aborting[handoff_id] = self._deadline_s
 
     def _find(self, connection: Connection, handoff_id: str) -> Incoming | None:
         incoming = self._incoming.get(handoff_id)

@@ -33,6 +33,7 @@ from contracts.messages import (
     Commit,
     Grant,
     Hello,
+    Keep,
     Message,
     PeerEvent,
     PeerStatus,
@@ -48,7 +49,7 @@ from kvtransfer.pages import Pages
 from kvtransfer.paths import LEAST_JUDGED_BYTES, ON_ONE_HOST, Path, Paths, least_gigabytes_per_s
 from kvtransfer.reshard import Reshard, check_layouts
 from kvtransfer.selftest import SelfTest
-from kvtransfer.slots import SendSlots, Staging
+from kvtransfer.slots import KEPT_SLOTS, SendSlots, Staging
 from kvtransfer.transport import Link, LinkClosed, Op
 from kvtransfer.watch import WATCH_TAG, Watch, watch_link
 
@@ -208,6 +209,7 @@ class Sender:
 
     async def _talk(self, channel: Channel, link: Link) -> None:
         config = self._config
+        channel.batch()
         slot_bytes = min(config.slot_bytes, channel.peer.slot_bytes or config.slot_bytes)
         if slot_bytes < config.slot_bytes:
             logger.info(
@@ -216,7 +218,7 @@ class Sender:
             )  # fmt: skip
         self._route = Route(
             channel.send, link, Staging(link), self._is_summed, self._slots, self._pages_for(channel.peer), slot_bytes,
-            config.progress_timeout_s, self._forget,
+            config.progress_timeout_s, self._forget, deque(),
         )  # fmt: skip
         test = SelfTest(config.probe_bytes, slot_bytes, channel, link, self._slots)
         numbers = itertools.count()
@@ -229,6 +231,7 @@ class Sender:
         end = watch_link(link, channel)
         try:
             await self._pass(test, channel, watch, end)
+            channel.send(Keep(KEPT_SLOTS))
             self._set(self._judge(test))
             while True:
                 self._handle(channel, raise_if_refused(await channel.receive()))
@@ -303,7 +306,9 @@ class Sender:
         match message:
             case Grant(handoff_id, slots):
                 check_slots(slots)
-                if (outgoing := self._outgoing.get(handoff_id)) is not None:
+                if not handoff_id and self._route is not None:
+                    self._route.kept.extend(slots)
+                elif (outgoing := self._outgoing.get(handoff_id)) is not None:
                     outgoing.granted(slots)
             case ChunkDone(handoff_id):
                 check_slots(message.granted)

@@ -2,12 +2,16 @@
 
 Receiver's slot:
     FREE ──grant──► GRANTED ──begin (Data came)──► RECEIVING ──finish (bytes final)──► FREE
-                       │                              │
-                       └──────── quarantine ──────────┘   the handoff is over, its bytes may still come:
-                                                          granted:   until the sender says so (release_unused),
-                                                                     or begins
-                                                          receiving: until the bytes are final
+     │                 │                              │ ▲
+     │                 └──────── quarantine ──────────┘ │ the handoff is over, its bytes may still come:
+     │                                                  │ granted:   until the sender says so (release_unused),
+     │                                                  │            or begins
+     │                                                  │ receiving: until the bytes are final
+     └──grant to a connection──► KEPT ──begin───────────┘ of whichever handoff its Data names
     release_peer: the link is closed, nothing can come any more: all its slots are FREE.
+
+A kept slot waits with its receive posted, so that a handoff's first bytes need no Grant. It is free again only by its
+bytes or the end of its link, whatever the sender says. A connection has KEPT_SLOTS at most, all of them a quarter.
 
 Free slots are taken last in, first out, so that the one used next is the one most likely still in the CPU's cache.
 """
@@ -26,9 +30,17 @@ from kvtransfer.transport import Link
 WINDOW = 2
 """Slots of one flow at a time: what is under way while the word that a slot is free again goes back and forth."""
 
+KEPT_SLOTS = 2
+"""Slots that one connection keeps, as far as there are enough: the first pieces of a handoff, or of two."""
+
+KEPT_SHARE = 4  # of all slots, one in so many is kept at most: the rest is for whoever has something to send
+
 QUARANTINE_GRACE_S = 1.0
 
-FlowKey = tuple[int, str]  # connection number, handoff id ("" is the connection's self-test)
+FlowKey = tuple[
+    int, str
+]  # connection number, handoff id ("" is the connection's self-test, KEPT what it keeps)
+KEPT = "\0kept"
 
 
 class _Cuts:
@@ -67,6 +79,7 @@ class SlotCounts:
     granted: int
     receiving: int
     quarantined: int
+    kept: int = 0
 
 
 @dataclass(slots=True)
@@ -83,6 +96,8 @@ class SlotTable:
         self._free = list(range(num_slots))
         self._used: dict[int, _Slot] = {}
         self._num_held: dict[FlowKey, int] = {}
+        self.num_kept = 0
+        self.most_kept = num_slots // KEPT_SHARE
 
     @property
     def num_free(self) -> int:
@@ -92,7 +107,8 @@ class SlotTable:
         used = self._used.values()
         quarantined = sum(slot.is_quarantined for slot in used)
         receiving = sum(slot.is_receiving and not slot.is_quarantined for slot in used)
-        return SlotCounts(len(self._free), len(used) - quarantined - receiving, receiving, quarantined)
+        granted = len(used) - quarantined - receiving - self.num_kept
+        return SlotCounts(len(self._free), granted, receiving, quarantined, self.num_kept)
 
     def num_held(self, owner: FlowKey) -> int:
         return self._num_held.get(owner, 0)
@@ -103,24 +119,28 @@ class SlotTable:
     def grant(self, owner: FlowKey) -> int:
         slot = self._free.pop()
         self._used[slot] = _Slot(owner)
-        self._num_held[owner] = self.num_held(owner) + 1
+        self._count(owner, 1)
         return slot
 
     def try_begin(self, slot: int, owner: FlowKey) -> bool:
-        """True if `slot` was granted to `owner` and now receives; False for anything else (duplicate, not theirs)."""
+        """True if `slot` was granted to `owner`, or is kept by its connection, and now receives for `owner`; False for
+        anything else (duplicate, not theirs)."""
         held = self._used.get(slot)
-        if held is None or held.owner != owner or held.is_receiving:
+        if held is None or held.is_receiving:
             return False
+        if held.owner != owner:
+            if held.owner != (owner[0], KEPT) or not owner[1]:  # a self-test has slots of its own
+                return False
+            self._count(held.owner, -1)
+            held.owner = owner
+            self._count(owner, 1)
         held.is_receiving = True
         return True
 
     def finish(self, slot: int) -> None:
         """The bytes are final."""
-        owner = self._used.pop(slot).owner
+        self._count(self._used.pop(slot).owner, -1)
         self._free.append(slot)
-        self._num_held[owner] -= 1
-        if not self._num_held[owner]:
-            del self._num_held[owner]
 
     def quarantine(self, owner: FlowKey) -> bool:
         """The handoff is over on our side; True if any slot is held back."""
@@ -132,7 +152,7 @@ class SlotTable:
     def release_unused(self, owner: FlowKey) -> None:
         """The sender will use none of the slots that it has not announced Data for."""
         for number, slot in list(self._used.items()):
-            if slot.owner == owner and not slot.is_receiving:
+            if slot.owner == owner and owner[1] != KEPT and not slot.is_receiving:
                 self.finish(number)
 
     def release_peer(self, connection: int) -> None:
@@ -140,6 +160,12 @@ class SlotTable:
         for number, slot in list(self._used.items()):
             if slot.owner[0] == connection:
                 self.finish(number)
+
+    def _count(self, owner: FlowKey, change: int) -> None:
+        self.num_kept += change if owner[1] == KEPT else 0
+        num_held = self._num_held[owner] = self.num_held(owner) + change
+        if not num_held:
+            del self._num_held[owner]
 
 
 class QuarantineBudget:
@@ -167,13 +193,15 @@ class Credits:
     """Hands out free slots round robin to the flows that asked, one each in turn, WINDOW at most to one flow.
 
     Slots go only to flows with a chunk ready to send: a flow that still computes holds none. Draining a slot needs
-    nothing but the slot and blocks that are reserved already, so flows cannot wait for each other in a circle.
+    nothing but the slot and blocks that are reserved already, so flows cannot wait for each other in a circle. What
+    connections keep is a flow each as well, which always wants what it lacks.
     """
 
     def __init__(self, slots: SlotTable) -> None:
         self._slots = slots
         self._wanted: dict[FlowKey, int] = {}
         self._granted: dict[FlowKey, int] = {}
+        self._kept: dict[FlowKey, int] = {}
         self._turns: OrderedDict[FlowKey, None] = OrderedDict()
 
     def want(self, flow: FlowKey, total: int) -> None:
@@ -183,6 +211,12 @@ class Credits:
         if self._wanted[flow] > self._granted[flow]:
             self._turns.setdefault(flow)
 
+    def keep(self, connection: int, num_slots: int) -> None:
+        """Keep up to `num_slots` slots, and no more than KEPT_SLOTS, granted to `connection`."""
+        flow = (connection, KEPT)
+        self._kept[flow] = min(num_slots, KEPT_SLOTS)
+        self._turns.setdefault(flow)
+
     def drop(self, flow: FlowKey) -> None:
         self._wanted.pop(flow, None)
         self._granted.pop(flow, None)
@@ -191,6 +225,8 @@ class Credits:
     def drop_peer(self, connection: int) -> None:
         for flow in [flow for flow in self._wanted if flow[0] == connection]:
             self.drop(flow)
+        self._kept.pop((connection, KEPT), None)
+        self._turns.pop((connection, KEPT), None)
 
     def hand_out(self) -> dict[FlowKey, tuple[int, ...]]:
         """All free slots that somebody wants and may have."""
@@ -198,16 +234,25 @@ class Credits:
         num_passed = 0
         while num_passed < len(self._turns) and self._slots.num_free:
             flow, _ = self._turns.popitem(last=False)
-            if self._slots.num_held(flow) >= WINDOW:
+            if not self._may_have(flow):
                 self._turns[flow] = None
                 num_passed += 1
                 continue
             num_passed = 0
             given[flow] = (*given.get(flow, ()), self._slots.grant(flow))
+            if flow in self._kept:
+                self._turns[flow] = None
+                continue
             self._granted[flow] += 1
             if self._wanted[flow] > self._granted[flow]:
                 self._turns[flow] = None
         return given
+
+    def _may_have(self, flow: FlowKey) -> bool:
+        num_kept = self._kept.get(flow)
+        if num_kept is None:
+            return self._slots.num_held(flow) < WINDOW
+        return self._slots.num_held(flow) < num_kept and self._slots.num_kept < self._slots.most_kept
 
 
 class SendSlots:

@@ -117,7 +117,7 @@ class UcxLink:
         if self._is_closed:
             transfer.op.fail(LinkClosed("link is closed"))
         else:
-            self._ucx.engine.submit(transfer.start)
+            self._ucx.engine.submit_soon(transfer.start)
         return transfer.op
 
     # --- engine thread ----------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ class UcxEngine:
         # Not closed before we are gone (a late `submit` must not hit another file), and not at the interpreter's exit:
         # UCX may call back until its very end.
         weakref.finalize(self, os.close, self._wake).atexit = False
-        self._is_stopping = False
+        self._is_stopping = self._is_waking = False
         self.num_links = 0  # the event loop's count of links that are not closed yet
         self._started: asyncio.Future[None] = self._loop.create_future()
         # NOTE: a daemon, because a process must be able to end when UCX does not return.
@@ -71,6 +71,21 @@ class UcxEngine:
     def submit(self, call: Callable[[], None]) -> None:
         """From any thread."""
         self._inbox.append(call)
+        os.eventfd_write(self._wake, 1)
+
+    def submit_soon(self, call: Callable[[], None]) -> None:
+        """From the event loop, when its turn is over.
+
+        NOTE: the thread that wakes takes the interpreter, and keeps the loop from what it was about to say for as long
+        as it is busy: the words that belong to the bytes must be out first.
+        """
+        self._inbox.append(call)
+        if not self._is_waking:
+            self._is_waking = True
+            self._loop.call_soon(self._wake_up)
+
+    def _wake_up(self) -> None:
+        self._is_waking = False
         os.eventfd_write(self._wake, 1)
 
     def watch(self, request: Any, on_final: OnFinal) -> None:

@@ -45,6 +45,26 @@ async def test_messages_arrive_in_order_both_ways() -> None:
         await channel.close()
 
 
+async def test_what_is_said_within_a_turn_goes_out_in_one_piece_and_is_not_lost_at_the_end() -> None:
+    async with serving() as (_, port):
+        channel = await connect("127.0.0.1", port, HELLO, SECRET)
+        pieces: list[bytes] = []
+        write = channel._writer.write
+        channel._writer.write = lambda data: pieces.append(bytes(data)) or write(data)  # type: ignore[method-assign]
+        channel.batch()
+        for turn in range(2):
+            for number in range(3):
+                channel.send(Ping(number))
+            assert len(pieces) == turn
+            assert [await channel.receive() for _ in range(3)] == [Pong(n) for n in range(3)]
+        assert len(pieces) == 2
+        channel.send(Ping(9))
+        await channel.close()
+        assert len(pieces) == 3
+        with pytest.raises(WorkerLostError):
+            channel.send(Ping(10))
+
+
 async def test_both_sides_give_up_a_network_that_swallows_what_they_send() -> None:
     """The kernel's word for it: no network can be cut within one test process."""
     timeouts_ms: list[int] = []

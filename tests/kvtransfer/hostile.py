@@ -29,6 +29,7 @@ from contracts.messages import (
     Fin,
     Grant,
     Hello,
+    Keep,
     Message,
     Open,
     Ping,
@@ -199,6 +200,13 @@ class Sender:
         for answer in await self._raw.ask(Want(self._id, 1 << 40)):
             assert isinstance(answer, Grant)
             self._credits += answer.slots
+
+    async def keeps(self) -> None:
+        """Asks for slots to keep, in any number, and does not use them."""
+        for num_slots in (-1, 1 << 40, 0, 2):
+            for answer in await self._raw.ask(Keep(num_slots)):
+                assert isinstance(answer, Grant)
+                assert answer.handoff_id == ""
 
     # What is right.
 

@@ -12,6 +12,8 @@ from contracts.errors import HandoffError, ProtocolError
 from kvtransfer.incoming import Arrivals
 from kvtransfer.plan import MAX_SENDS, ChunkPlan
 from kvtransfer.slots import (
+    KEPT,
+    KEPT_SLOTS,
     QUARANTINE_GRACE_S,
     WINDOW,
     Credits,
@@ -30,7 +32,9 @@ def test_a_plan_cuts_every_token_once_and_no_piece_is_too_long(
     data: st.DataObject, num_tokens: int, block_size: int, max_tokens: int
 ) -> None:
     start = data.draw(st.integers(0, num_tokens))
-    plan, arrivals = ChunkPlan(start, num_tokens, block_size, max_tokens), Arrivals(start, num_tokens)
+    least_whole = data.draw(st.integers(1, 80))
+    plan = ChunkPlan(start, num_tokens, block_size, max_tokens, least_whole)
+    arrivals = Arrivals(start, num_tokens)
     damaged: Counter[int] = Counter()
     num_sent = 0
     for num_ready in [*data.draw(st.lists(sizes, max_size=6)), num_tokens]:
@@ -83,6 +87,20 @@ def test_a_plan_without_an_end_sends_full_blocks_until_it_is_told_the_end(
     assert arrivals.is_complete(plan.num_chunks, num_tokens)
 
 
+def test_the_part_of_a_block_at_the_end_goes_alone_behind_enough_whole_ones() -> None:
+    def cuts(num_tokens: int, least_whole: int) -> list[tuple[int, int]]:
+        plan = ChunkPlan(0, num_tokens, 4, 20, least_whole)
+        plan.ready(num_tokens)
+        chunks = [plan.next() for _ in range(plan.num_chunks)]
+        return [(chunk.low, chunk.high) for chunk in chunks]
+
+    assert cuts(18, 16) == [(0, 16), (16, 18)]
+    assert cuts(18, 17) == [(0, 18)]
+    assert cuts(16, 1) == [(0, 16)]
+    assert cuts(3, 1) == [(0, 3)]
+    assert cuts(39, 16) == [(0, 20), (20, 36), (36, 39)]
+
+
 def test_a_piece_damaged_too_often_is_a_typed_error() -> None:
     plan = ChunkPlan(0, 4, 4, 4)
     plan.ready(4)
@@ -123,13 +141,13 @@ def test_a_chunk_that_changes_its_range_is_nonsense() -> None:
 
 
 flows = st.tuples(st.integers(0, 1), st.sampled_from(["", "a", "b"]))
-events = st.sampled_from(["want", "begin", "finish", "quarantine", "unused", "peer", "drop"])
+events = st.sampled_from(["want", "keep", "begin", "finish", "quarantine", "unused", "peer", "drop"])
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(events, flows, st.integers(0, 5)), max_size=40))
 def test_slots_sum_up_and_each_has_one_owner(script: list[tuple[str, tuple[int, str], int]]) -> None:
-    table = SlotTable(4)
+    table = SlotTable(8)
     credits = Credits(table)
     granted: dict[int, tuple[int, str]] = {}
     receiving: set[int] = set()
@@ -137,10 +155,15 @@ def test_slots_sum_up_and_each_has_one_owner(script: list[tuple[str, tuple[int, 
         mine = [slot for slot, owner in granted.items() if owner == flow]
         if event == "want":
             credits.want(flow, number)
+        elif event == "keep":
+            credits.keep(flow[0], number - 1)
         elif event == "begin":
-            is_mine = granted.get(number) == flow and number not in receiving
+            owners = (flow, (flow[0], KEPT)) if flow[1] else (flow,)
+            is_mine = granted.get(number) in owners and number not in receiving
             assert table.try_begin(number, flow) == is_mine
-            receiving |= {number} if is_mine else set()
+            if is_mine:
+                receiving.add(number)
+                granted[number] = flow
         elif event == "finish" and number in receiving:
             table.finish(number)
             receiving.discard(number)
@@ -149,6 +172,7 @@ def test_slots_sum_up_and_each_has_one_owner(script: list[tuple[str, tuple[int, 
             assert table.quarantine(flow) == bool(mine)
         elif event == "unused":
             table.release_unused(flow)
+            table.release_unused((flow[0], KEPT))  # changes nothing
             granted = {s: o for s, o in granted.items() if o != flow or s in receiving}
         elif event == "peer":
             credits.drop_peer(flow[0])
@@ -161,11 +185,12 @@ def test_slots_sum_up_and_each_has_one_owner(script: list[tuple[str, tuple[int, 
             assert not set(slots) & set(granted)
             granted |= dict.fromkeys(slots, owner)
         counts = table.counts()
-        assert counts.free == table.num_free == 4 - len(granted)
-        assert counts.free + counts.granted + counts.receiving + counts.quarantined == 4
+        assert counts.free == table.num_free == 8 - len(granted)
+        assert counts.free + counts.granted + counts.receiving + counts.quarantined + counts.kept == 8
+        assert counts.kept == sum(owner[1] == KEPT for owner in granted.values()) <= 2
     for connection in (0, 1):
         table.release_peer(connection)
-    assert table.counts() == SlotCounts(4, 0, 0, 0)
+    assert table.counts() == SlotCounts(8, 0, 0, 0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -217,6 +242,27 @@ def test_one_flow_holds_a_window_of_slots_and_the_rest_is_for_others() -> None:
     assert list(credits.hand_out()) == [(0, "b")]
     table.finish(first[0])
     assert list(credits.hand_out()) == [(0, "a")]
+
+
+def test_connections_keep_a_share_of_the_slots_in_turn_and_never_the_last_ones() -> None:
+    table = SlotTable(16)
+    credits = Credits(table)
+    for connection in range(5):
+        credits.keep(connection, 9)
+    given = credits.hand_out()
+    assert {flow[0]: len(slots) for flow, slots in given.items()} == {0: 1, 1: 1, 2: 1, 3: 1}
+    assert table.try_begin(given[0, KEPT][0], (0, "a"))
+    (again,) = credits.hand_out()
+    assert again == (4, KEPT)  # who has waited is before who has just used one
+    credits.drop_peer(4)
+    table.release_peer(4)
+    assert list(credits.hand_out()) == [(0, KEPT)]
+    alone = Credits(SlotTable(16))
+    alone.keep(0, 9)
+    assert [len(slots) for slots in alone.hand_out().values()] == [KEPT_SLOTS]
+    few = Credits(SlotTable(3))
+    few.keep(0, 9)
+    assert few.hand_out() == {}
 
 
 def test_who_waits_for_a_send_slot_is_called_in_turn() -> None:

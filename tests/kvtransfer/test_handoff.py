@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from contracts.blocks import KvLayout
+from contracts.channel import Channel
 from contracts.errors import (
     BatonError,
     EngineError,
@@ -21,7 +22,7 @@ from contracts.errors import (
     OverloadedError,
     WorkerLostError,
 )
-from contracts.messages import Data, HandoffState
+from contracts.messages import Data, HandoffState, Message
 from kvtransfer import outgoing as outgoing_module
 from kvtransfer.incoming import IncomingState
 from kvtransfer.outgoing import OutgoingResult
@@ -48,6 +49,12 @@ from tests.kvtransfer.tools import (
 
 SIZE = LAYOUT.block_size
 both = pytest.mark.parametrize("transport", ["memory", "shm", "tcp"])
+
+
+def kept_credits(pair: Pair) -> Sequence[int]:
+    """Of the sender: slots that its connection keeps, and nobody has taken."""
+    (sender,) = pair.prefill.endpoint._senders.values()
+    return () if sender._route is None else sender._route.kept
 
 
 async def check_delivered(handoff: Handoff) -> None:
@@ -99,6 +106,63 @@ async def test_chunks_follow_compute_and_an_empty_prompt_needs_none(transport: s
         nothing.expect()
         nothing.open()
         await check_delivered(nothing)
+
+
+@both
+async def test_a_small_prompt_is_one_round_trip(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    send = Channel.send
+
+    def note(channel: Channel, message: Message) -> None:
+        said.append(type(message).__name__)
+        send(channel, message)
+
+    monkeypatch.setattr(Channel, "send", note)
+    async with connected(make_config(transport=transport)) as pair:
+        await until(lambda: len(kept_credits(pair)) == 1)
+        said.clear()
+        for _ in range(3):
+            handoff = pair.handoff(SLOT_TOKENS)
+            handoff.expect()
+            handoff.open()
+            await check_delivered(handoff)
+            await until(lambda: len(kept_credits(pair)) == 1)
+        ours = [word for word in said if word not in ("Ping", "Pong", "ChunkDone")]
+        assert [word for word in ours if word != "Grant"] == ["Open", "Data", "Fin", "Commit"] * 3
+        assert ours.count("Grant") == 3  # of the next slot, behind the bytes
+
+
+@both
+async def test_a_kept_credit_that_was_not_used_goes_back_to_the_connection(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with connected(make_config(transport=transport)) as pair:
+        await until(lambda: len(kept_credits(pair)) == 1)
+
+        def broken(*_: object) -> None:
+            raise ValueError("boom")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Pages, "gather", broken)
+            patch.setattr(Pages, "in_place", lambda *_: None)
+            handoff = pair.handoff(SLOT_TOKENS)
+            handoff.expect()
+            handoff.open()
+            assert "boom" in str((await handoff.result()).error)
+        assert len(kept_credits(pair)) == 1
+        aborted = pair.handoff(SLOT_TOKENS)
+        aborted.expect()
+        aborted.open(0)
+        await until(lambda: aborted.num_starts == 1)
+        aborted.ready(SLOT_TOKENS)
+        assert aborted.outgoing is not None
+        aborted.outgoing.abort(None)
+        assert (await aborted.result()).error is None
+        await until(lambda: len(kept_credits(pair)) == 1)
+        good = pair.handoff(SLOT_TOKENS)
+        good.expect()
+        good.open()
+        await check_delivered(good)
 
 
 @both
@@ -233,7 +297,7 @@ async def test_handoffs_are_counted_by_direction_state_and_reason() -> None:
             }  # fmt: skip
         await pair.rest()
         assert pair.decode.endpoint.gauges()["baton_worker_kv_slots"] == {
-            "free": 4, "granted": 0, "receiving": 0, "quarantined": 0,
+            "free": 3, "granted": 0, "receiving": 0, "quarantined": 0, "kept": 1,
         }  # fmt: skip
         assert (await good.result()).reason == "ok"
         assert pair.decode.endpoint.trouble() is None

@@ -15,7 +15,7 @@ from tests.kvtransfer.scene import STATES
 transports = pytest.mark.parametrize("transport", ["tcp", "shm"])
 
 # What a receiver makes of it while the handoff is open; before and after, nothing of it concerns the handoff.
-GOES_ON = ("duplicate", "duplicate_bytes", "stale", "stale_slot", "forged", "damaged", "all_slots")
+GOES_ON = ("duplicate", "duplicate_bytes", "stale", "stale_slot", "forged", "damaged", "all_slots", "keeps")
 FAILS = ("wrong_range", "wrong_size", "negative", "another_range")
 TYPED = ("HandoffError", "ProtocolError", "WorkerLostError")
 

@@ -18,18 +18,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from contracts.blocks import KvLayout, prompt_hash
 from contracts.errors import EngineError, LeaseExpiredError, WorkerLostError, to_wire
-from contracts.messages import Abort, AbortOk, Commit, Data, Fin, Grant, Hello, Message, Open, Want
+from contracts.messages import Abort, AbortOk, Commit, Data, Fin, Grant, Hello, Keep, Message, Open, Want
 from contracts.ticket import Ticket, sign
 from engine.blocks import BlockPool, Hold, HoldState
 from kvtransfer.incoming import Incoming, Outcome
 from kvtransfer.pages import Pages, checksum
 from kvtransfer.receiver import Receiver, Reservation
+from kvtransfer.slots import KEPT
 from kvtransfer.transport import Link, LinkClosed, OnBytes, Op
 from tests.kvtransfer.tools import SECRET, STATE, make_config
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=4, dtype="float32")
 NUM_BLOCKS = 10
-NUM_SLOTS = 3
+NUM_SLOTS = 5  # one of them may be kept
 PROGRESS_S = 10.0
 PROMPTS = (tuple(range(1, 7)), tuple(range(1, 18)), tuple(range(100, 113)))
 
@@ -289,6 +290,41 @@ class Handoffs(RuleBasedStateMachine):
             self.in_loop(lambda: sender.link.arrive(slot, content.numpy().tobytes()))
         self.say(peer, Fin(handoff_id, 1, STATE))
 
+    @rule(peer=indexes, count=st.integers(-1, 3))
+    def keep(self, peer: int, count: int) -> None:
+        self.say(peer, Keep(count))
+
+    @rule(which=indexes, peer=indexes, order=st.sampled_from(["bytes", "data", "bytes, data", "data, bytes"]))
+    def at_once(self, which: int, peer: int, order: str) -> None:
+        """All missing tokens in a slot that the connection keeps, right behind Open; or nothing, or one part of it."""
+        held, sender = self.pick(self.held, which), self.pick(self.peers, peer)
+        if held is None or sender is None:
+            return
+        self.say(peer, Open(held.ticket, held.incoming.reservation.start))
+        slots = [
+            slot for slot in range(NUM_SLOTS) if slot in sender.link.posted and slot not in sender.announced
+        ]
+        start, end = held.incoming.reservation.start, len(held.prompt)
+        if not slots or start == end:
+            return
+        content = self.content_of(held.mark, (end - start) * LAYOUT.bytes_per_token)
+        head = Data(
+            held.ticket.handoff_id, held.num_chunks, slots[0], start, end, content.numel(), checksum(content)
+        )
+        for step in order.split(", "):
+            if step == "bytes" and slots[0] in sender.link.posted:
+                self.in_loop(lambda: sender.link.arrive(slots[0], content.numpy().tobytes()))
+            elif step == "data":
+                held.num_chunks += 1
+                self.say(peer, head)
+        if order == "data" and slots[0] in sender.link.posted:
+            sender.announced[slots[0]] = (head, held.mark)
+
+    @rule(which=indexes, peer=indexes)
+    def stop_keeping(self, which: int, peer: int) -> None:
+        """As if what is kept were a handoff's."""
+        self.say(peer, (Abort(KEPT, None), AbortOk(KEPT), Want(KEPT, 9), Abort("", None))[which % 4])
+
     @rule(peer=indexes, which=indexes, is_short=st.integers(0, 5))
     def bytes_come(self, peer: int, which: int, is_short: int) -> None:
         sender = self.pick(self.peers, peer)
@@ -367,8 +403,18 @@ class Handoffs(RuleBasedStateMachine):
     @invariant()
     def no_slot_is_lost(self) -> None:
         counts = self.receiver.slot_counts
-        assert counts.free + counts.granted + counts.receiving + counts.quarantined == NUM_SLOTS
-        assert min(counts.free, counts.granted, counts.receiving, counts.quarantined) >= 0
+        assert counts.free + counts.granted + counts.receiving + counts.quarantined + counts.kept == NUM_SLOTS
+        assert min(counts.free, counts.granted, counts.receiving, counts.quarantined, counts.kept) >= 0
+        assert counts.kept <= 1
+
+    @invariant()
+    def a_link_fills_only_slots_of_its_own(self) -> None:
+        """What is posted is held by that connection until its bytes are here, whatever its peer says."""
+        used = self.receiver._slots._used
+        for number, connection in self.receiver._connections.items():
+            for slot in connection.landings:
+                assert used[slot].owner[0] == number
+                assert used[slot].is_receiving or used[slot].owner[1] == KEPT
 
     @invariant()
     def one_end_each(self) -> None:

@@ -12,11 +12,25 @@ from typing import Any
 import pytest
 import torch
 
-from contracts.errors import DeadlineError
-from contracts.messages import Abort, AbortOk, ChunkDone, Commit, Data, Fin, Grant, Message, Open, Want
+from contracts.errors import DeadlineError, WorkerLostError
+from contracts.messages import (
+    Abort,
+    AbortOk,
+    ChunkDone,
+    Commit,
+    Data,
+    Fin,
+    Grant,
+    Keep,
+    Message,
+    Open,
+    Probe,
+    Want,
+)
 from contracts.ticket import sign
 from kvtransfer import door, doorman, stream
 from kvtransfer.pages import Pages, checksum
+from kvtransfer.slots import KEPT
 from tests.kvtransfer.tools import (
     HOST,
     LAYOUT,
@@ -154,6 +168,90 @@ async def test_fin_waits_for_a_chunk_that_was_asked_for_again() -> None:
         (grant,) = await raw.ask(Fin(handoff_id, 1, STATE), Want(handoff_id, 2))
         assert isinstance(grant, Grant)
         assert await deliver(handoff, raw, grant.slots[0]) == Commit(handoff_id)
+        assert handoff.arrived == NUM_TOKENS
+
+
+async def keep_slot(raw: RawSender) -> int:
+    (grant,) = await raw.ask(Keep(2))
+    assert isinstance(grant, Grant)
+    assert grant.handoff_id == ""
+    return grant.slots[0]
+
+
+@pytest.mark.parametrize("order", ["Data first", "bytes first", "all at once"])
+async def test_what_comes_in_a_kept_slot_needs_no_grant_in_either_order(order: str) -> None:
+    async with facing() as (handoff, raw):
+        handoff_id, data = handoff.ticket.handoff_id, payload(handoff)
+        slot = await keep_slot(raw)
+        counts = handoff.pair.decode.endpoint.slot_counts
+        assert (counts.kept, counts.free) == (1, 3)
+        head = Data(handoff_id, 0, slot, 0, NUM_TOKENS, data.numel(), checksum(data))
+        fin = Fin(handoff_id, 1, STATE)
+        if order == "bytes first":
+            await raw.link.send(slot, memoryview(data.numpy())).wait()
+            (landing,) = (
+                each.landings[slot] for each in handoff.pair.decode.endpoint._receiver._connections.values()
+            )
+            await until(lambda: landing.is_final)
+        for message in (Open(handoff.ticket, 0), head, fin):
+            raw.channel.send(message)
+        if order == "Data first":
+            assert await raw.ask() == []
+        if order != "bytes first":
+            raw.link.send(slot, memoryview(data.numpy()))
+        else:  # it was stored before Fin was read
+            assert await raw.hear() == ChunkDone(handoff_id, 0, slot, True)
+            assert isinstance(await raw.hear(), Grant)
+        assert await raw.hear() == Commit(handoff_id)
+        if order == "bytes first":
+            return
+        assert isinstance(await raw.hear(), Grant)  # the next one
+        assert await handoff.outcome() == STATE
+        assert handoff.arrived == NUM_TOKENS
+
+
+async def test_bytes_in_a_kept_slot_that_nobody_announces_end_the_connection_and_touch_no_block() -> None:
+    async with facing(peer_timeout_s=2.0, progress_timeout_s=0.1) as (handoff, raw):
+        before = handoff.pair.decode.slab.clone()
+        raw.link.send(await keep_slot(raw), memoryview(bytes(2560)))
+        with pytest.raises(WorkerLostError):
+            await raw.hear()
+        assert torch.equal(handoff.pair.decode.slab, before)
+
+
+async def test_no_word_frees_a_kept_slot_whose_receive_is_posted() -> None:
+    async with facing() as (handoff, raw):
+        slot = await keep_slot(raw)
+        words = (
+            Abort(KEPT),
+            AbortOk(KEPT),
+            Abort(""),
+            AbortOk(""),
+            Want(KEPT, 3),
+            Keep(0),
+            Keep(-1),
+            Keep(1 << 40),
+        )
+        assert await raw.ask(*words) == [AbortOk(KEPT), AbortOk("")]
+        assert await raw.ask(Probe(slot, 10, 1)) == []  # not for that
+        assert handoff.pair.decode.endpoint.slot_counts.kept == 1
+        async with raw_sender(handoff.pair.port) as other:
+            assert await other.ask(Keep(2)) == []  # there is no other to keep
+            assert await other.ask(Data("nobody", 0, slot, 0, 4, 1024, 0)) == []  # nor is it theirs
+        raw.channel.send(Open(handoff.ticket, 0))
+        assert isinstance(await deliver(handoff, raw, slot), ChunkDone)
+
+
+async def test_a_chunk_in_a_kept_slot_of_a_handoff_that_is_over_is_thrown_away() -> None:
+    async with facing() as (handoff, raw):
+        slot = await keep_slot(raw)
+        (answer,) = await raw.ask(Open(replace(handoff.ticket, mac=b"forged"), 0))
+        assert isinstance(answer, Abort)
+        grant = await deliver(handoff, raw, slot)  # bytes that were under way
+        assert isinstance(grant, Grant)
+        assert handoff.arrived == 0
+        raw.channel.send(Open(handoff.ticket, 0))
+        assert isinstance(await deliver(handoff, raw, grant.slots[0]), ChunkDone)
         assert handoff.arrived == NUM_TOKENS
 
 

@@ -93,10 +93,11 @@ class Side:
 
     @property
     def is_at_rest(self) -> bool:
-        """Every slot of both directions is free."""
-        num_slots = self.endpoint._config.num_slots
-        free = SlotCounts(num_slots, 0, 0, 0)
-        return self.endpoint.slot_counts == free and self.endpoint.num_free_send_slots == num_slots
+        """Every slot of both directions is free, but for those that connections keep, and keep only while they last."""
+        num_slots, counts = self.endpoint._config.num_slots, self.endpoint.slot_counts
+        num_kept = counts.kept if self.endpoint._receiver._connections else 0
+        rest = SlotCounts(num_slots - num_kept, 0, 0, 0, num_kept)
+        return counts == rest and self.endpoint.num_free_send_slots == num_slots
 
     def tokens(self, block_ids: Sequence[int]) -> Tensor:
         """[tokens, L, 2, K, D] of the sequence in `block_ids`."""
