@@ -104,15 +104,17 @@ class Coordinator:
             # NOTE: imported here, in the replica: whoever describes the graph needs nothing of it.
             from coordinator.wiring import make_ingress
 
-            return make_ingress(self._config, self._secret, self._handles, self._drain, _sees_clients())
+            sees_clients = _sees_clients(self._config.server.host)
+            return make_ingress(self._config, self._secret, self._handles, self._drain, sees_clients)
 
     async def drain(self, timeout_s: float) -> int:
         """For whoever stops the service (the launcher): see `Drain.drain`."""
         return await self._drain.drain(timeout_s)
 
 
-def _sees_clients() -> bool:
-    """Whether a loopback peer really is a client on this machine.
+def _sees_clients(host: str) -> bool:
+    """Whether a loopback peer really is a client on this machine. `host`: where the launcher's HAProxy listens; Serve's
+    own listens where Serve says.
 
     Behind Serve's HAProxy every client looks like loopback (measured with Ray 2.60), so there only a proxy that
     itself listens on loopback can be believed.
@@ -120,4 +122,4 @@ def _sees_clients() -> bool:
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
         return True
     client = _get_global_client()
-    return client is not None and is_loopback_host(str(client.http_config.host))
+    return client is not None and is_loopback_host(host) and is_loopback_host(str(client.http_config.host))

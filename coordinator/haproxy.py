@@ -38,7 +38,7 @@ from contracts.errors import (
     WorkerLostError,
 )
 from coordinator.errors_http import encode_json, error_body, error_headers
-from coordinator.instance import Instance, free_ports
+from coordinator.instance import Claim, Instance, free_ports
 
 # Argument 1 is the real binary, the rest its arguments.
 _SCRIPT = r"""
@@ -52,10 +52,11 @@ if "-f" in sys.argv:
     path = sys.argv[sys.argv.index("-f") + 1]
     with open(path) as file:
         text = file.read()
-    text = re.sub(r"(?m)^(\s*bind )\*?:", r"\g<1>127.0.0.1:", text)
-    text = re.sub(r"(?m)^ *errorfile .*\n", "", text)
     with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "haproxy-rules.json")) as file:
         rules = json.load(file)
+    text = re.sub(r"(?m)^(\s*bind )\*?:", r"\g<1>127.0.0.1:", text)
+    text = re.sub(rf"(?m)^(\s*bind )127\.0\.0\.1:{rules['port']}$", lambda line: line[1] + rules["address"], text)
+    text = re.sub(r"(?m)^ *errorfile .*\n", "", text)
     for section in "defaults", "frontend":
         lines = "".join("\n    " + rule for rule in rules[section])
         text = re.sub(rf"(?m)^{section}( .*)?$", lambda line: line[0] + lines, text)
@@ -67,6 +68,8 @@ if "-f" in sys.argv:
     os.replace(path + ".own", path)
 os.execv(sys.argv[1], sys.argv[1:])
 """
+
+SERVE_HOST = "127.0.0.1"
 
 HEADER_TIMEOUT_S = 10
 """For a request's headers to arrive whole; then 408. The body has its own bound in the coordinator."""
@@ -115,7 +118,7 @@ def serve_environment(instance: Instance) -> dict[str, str]:
     stats, metrics, fallback_http, fallback_grpc = free_ports(4, range(last - 1, first, -1))
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(write_script(run_dir)),
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(write_script(run_dir, instance.claim)),
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "coordinator.ingress.middlewares",
         "RAY_SERVE_HAPROXY_NBTHREAD": str(num_threads(os.cpu_count() or 1)),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(run_dir / "haproxy.cfg"),
@@ -145,12 +148,19 @@ def num_threads(num_cores: int) -> int:
     return min(4, max(1, num_cores // 4))
 
 
-def write_script(run_dir: Path) -> Path:
-    """The executable that Serve shall start as HAProxy. Raises FileNotFoundError if there is no HAProxy."""
+def write_script(run_dir: Path, claim: Claim) -> Path:
+    """The executable that Serve shall start as HAProxy. Raises FileNotFoundError if there is no HAProxy.
+
+    It listens where the instance does. Serve itself is told loopback (SERVE_HOST): its replicas listen where it says,
+    and its HAProxy looks for them on loopback, whatever it says.
+    """
     script = run_dir / "haproxy.py"
     script.write_text(_SCRIPT)
     errors = [f"http-error status {status} {_answer(error)}" for status, error in _ERRORS.items()]
+    host = f"ipv6@{claim.host}" if ":" in claim.host else claim.host
     rules = {
+        "port": claim.port,
+        "address": f"{host}:{claim.port}",
         "defaults": [f"timeout http-request {HEADER_TIMEOUT_S}s", *errors],
         "frontend": [
             *_ID_RULES,

@@ -97,7 +97,7 @@ def claim_port(host: str, port: int) -> Instance:
         raise PortBusyError(
             f"port {port} already serves a Baton instance{pid}: `make stop PORT={port}` ends it; or choose another PORT"
         )
-    shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else f"[{host}]" if ":" in host else host
     run_dir = _RUN_ROOT / f"baton{port}-{secrets.token_hex(4)}"
     claim = Claim(os.getpid(), host, port, str(run_dir), f"http://{shown}:{port}")
     try:

@@ -181,6 +181,7 @@ def _start(
     instance: Instance, args: argparse.Namespace, config: BatonConfig, build: Build, stages: Stages
 ) -> None:
     given = {key: value for key in ("model", "config") if (value := getattr(args, key))}
+    given |= {"server.host": instance.claim.host, "server.port": str(instance.claim.port)}
     if build is _build_app:
         # The workers would fetch the model themselves; here its progress can be seen.
         from engine.embedded import check_model, resolve_model
@@ -191,7 +192,7 @@ def _start(
         }
         path = resolve_model(args.model or config.model.path, stages)
         check_model(path, num_ranks, config.model.adapters)
-    from coordinator.haproxy import serve_environment
+    from coordinator.haproxy import SERVE_HOST, serve_environment
 
     stages.begin("starting Ray")
     for name, value in RAY_ENVIRONMENT.items():
@@ -206,7 +207,7 @@ def _start(
     from ray.exceptions import RayActorError
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    http_options = {"host": instance.claim.host, "port": instance.claim.port}
+    http_options = {"host": SERVE_HOST, "port": instance.claim.port}
     # NOTE: serve.start waits for the proxies too, but the workers can begin when there is a controller.
     proxies = _in_background(
         partial(serve.start, http_options=http_options, logging_config={"log_level": "WARNING"})

@@ -22,7 +22,7 @@ from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from contracts.errors import ConfigError
 from coordinator import haproxy, instance
-from coordinator.instance import PortBusyError, claim_port, free_ports, processes_using, stop, sweep
+from coordinator.instance import Claim, PortBusyError, claim_port, free_ports, processes_using, stop, sweep
 from tests.coordinator.http_tools import error_of
 
 HOLDER = """
@@ -224,9 +224,13 @@ def test_haproxy_has_a_thread_for_every_four_cores_and_at_least_one() -> None:
     assert [haproxy.num_threads(cores) for cores in (1, 2, 7, 8, 16, 96)] == [1, 1, 1, 2, 4, 4]
 
 
-def rewritten(tmp_path: Path, text: str) -> str:
+def claim(host: str = "127.0.0.1") -> Claim:
+    return Claim(os.getpid(), host, 8000, "", "")
+
+
+def rewritten(tmp_path: Path, text: str, host: str = "127.0.0.1") -> str:
     """What the script makes of a configuration."""
-    script = haproxy.write_script(tmp_path)
+    script = haproxy.write_script(tmp_path, claim(host))
     config = tmp_path / "haproxy.cfg"
     config.write_text(text)
     (tmp_path / "haproxy.py").write_text((tmp_path / "haproxy.py").read_text().replace("os.execv(", "print("))
@@ -234,14 +238,27 @@ def rewritten(tmp_path: Path, text: str) -> str:
     return config.read_text()
 
 
-def test_haproxy_pages_listen_on_loopback_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [("0.0.0.0", "0.0.0.0"), ("192.0.2.7", "192.0.2.7"), ("::", "ipv6@::"), ("localhost", "localhost")],
+)
+def test_haproxy_listens_for_clients_where_told_and_else_on_loopback(
+    tmp_path: Path, host: str, told: str
+) -> None:
     """The script rewrites the configuration that Serve generated and then becomes the real binary."""
-    text = rewritten(
-        tmp_path,
-        "frontend prometheus\n    bind :9101\nfrontend http\n    bind 0.0.0.0:8000\nlisten stats\n  bind *:8404\n",
-    )
-    binds = [line.strip() for line in text.splitlines() if "bind" in line]
-    assert binds == ["bind 127.0.0.1:9101", "bind 0.0.0.0:8000", "bind 127.0.0.1:8404"]
+    template = [
+        line for line in HAPROXY_CONFIG_TEMPLATE.splitlines() if " bind " in line and "proto h2" not in line
+    ]
+    text = "\n".join(template)
+    for name, value in (
+        ("frontend_host", haproxy.SERVE_HOST),
+        ("frontend_port", "8000"),
+        ("metrics_port", "9101"),
+    ):
+        text = text.replace(f"{{{{ config.{name} }}}}", value)
+    found = rewritten(tmp_path, text.replace("{{ config.stats_port }}", "8404"), host)
+    binds = [line.strip() for line in found.splitlines() if "bind" in line]
+    assert binds == ["bind 127.0.0.1:9101", f"bind {told}:8000", "bind 127.0.0.1:8404"]
 
 
 def test_no_plain_text_is_left_where_serves_template_answers_clients(tmp_path: Path) -> None:
@@ -257,7 +274,7 @@ def test_no_plain_text_is_left_where_serves_template_answers_clients(tmp_path: P
 @contextlib.contextmanager
 def proxying(tmp_path: Path, backend: str) -> Iterator[str]:
     """The address of an HAProxy that was started by the script."""
-    script = haproxy.write_script(tmp_path)
+    script = haproxy.write_script(tmp_path, claim())
     with socket.create_server(("127.0.0.1", 0)) as listener:
         (tmp_path / "haproxy.cfg").write_text(
             "defaults\n  mode http\n  timeout connect 1s\n  timeout client 9s\n  timeout server 9s\n  retries 0\n"
@@ -325,7 +342,7 @@ def test_a_request_id_that_is_not_sane_is_replaced_before_serve_repeats_it(tmp_p
 
 def test_headers_that_dribble_in_are_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(haproxy, "HEADER_TIMEOUT_S", 1)
-    script = haproxy.write_script(tmp_path)
+    script = haproxy.write_script(tmp_path, claim())
     with socket.create_server(("127.0.0.1", 0)) as listener:
         (tmp_path / "haproxy.cfg").write_text(
             "defaults\n  mode http\n  timeout connect 1s\n  timeout client 60s\n  timeout server 60s\n"
@@ -345,7 +362,7 @@ def test_headers_that_dribble_in_are_cut_off(tmp_path: Path, monkeypatch: pytest
 
 def test_a_client_that_leaves_before_its_answer_is_seen_at_the_replica(tmp_path: Path) -> None:
     """The body arrives after the headers, as HTTP clients send it: the second part is what HAProxy would splice."""
-    script = haproxy.write_script(tmp_path)
+    script = haproxy.write_script(tmp_path, claim())
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_server(("127.0.0.1", 0)) as replica,
@@ -383,7 +400,7 @@ def test_a_client_that_leaves_before_its_answer_is_seen_at_the_replica(tmp_path:
 
 
 def test_haproxy_ends_with_its_parent(tmp_path: Path) -> None:
-    script = haproxy.write_script(tmp_path)
+    script = haproxy.write_script(tmp_path, claim())
     (tmp_path / "haproxy.cfg").write_text(
         f"defaults\n  timeout connect 1s\n  timeout client 1s\n  timeout server 1s\n"
         f"frontend f\n  bind 127.0.0.1:{free_ports(1)[0]}\n"

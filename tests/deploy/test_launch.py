@@ -25,11 +25,11 @@ END_TIMEOUT_S = 60.0
 class Launcher:
     """`python -m tests.deploy.tiny_app` on a free port; its output up to the summary."""
 
-    def __init__(self, cache: Path, **variables: str) -> None:
+    def __init__(self, cache: Path, host: str, **variables: str) -> None:
         [self.port] = free_ports(1)
         environment = {**os.environ, "BATON_CACHE": str(cache), "PYTHONPATH": str(ROOT), **variables}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.deploy.tiny_app", "--port", str(self.port)],
+            [sys.executable, "-m", "tests.deploy.tiny_app", "--port", str(self.port), "--host", host],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -66,13 +66,15 @@ class Launcher:
 def test_two_instances_live_and_end_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_CACHE", str(tmp_path))
     # A second is too little for a proxy: Serve kills it, and gives the next one more.
-    first, second = Launcher(tmp_path), Launcher(tmp_path, RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S="1")
+    first = Launcher(tmp_path, "127.0.0.3")
+    second = Launcher(tmp_path, "0.0.0.0", RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S="1")
     try:
         first.wait_ready()
         second.wait_ready()
         assert re.search(
-            rf"ready after \d+\.\d s: http://127\.0\.0\.1:{first.port}$", first.output, re.MULTILINE
+            rf"ready after \d+\.\d s: http://127\.0\.0\.3:{first.port}$", first.output, re.MULTILINE
         )
+        assert launch._get(f"http://127.0.0.1:{first.port}/ready")[0] == 0, "it listens where it was told to"
         assert re.search(r"prefill +prefill-0 \(pid \d+\)", first.output)
         assert re.search(r"decode +decode-0 \(pid \d+\)", first.output)
 
@@ -83,7 +85,7 @@ def test_two_instances_live_and_end_apart(tmp_path: Path, monkeypatch: pytest.Mo
         assert not processes_using(str(run_dir))
         assert not run_dir.exists()
 
-        assert launch._get(f"http://127.0.0.1:{second.port}/ready")[0] == 200, "the other one is not touched"
+        assert launch._get(f"http://127.0.0.2:{second.port}/ready")[0] == 200, "the other one is not touched"
         [run_dir] = second.run_dirs()
         second.process.kill()
         second.process.communicate(timeout=END_TIMEOUT_S)
