@@ -47,6 +47,7 @@ from kvtransfer.slots import SendSlots, Staging
 from kvtransfer.transport import Link, Op
 
 logger = logging.getLogger("baton.kvtransfer")
+_SHARED_PIECE_BYTES = 4 << 20  # of shared memory, which the other end copies best while it is in the cache
 
 _Argument = TypeVar("_Argument")
 
@@ -142,9 +143,10 @@ class Outgoing:
             return
         self._route = route
         layout = route.pages.layout
-        max_tokens = tokens_per_chunk(layout, route.slot_bytes)
-        num_tokens = ticket.num_tokens if on_caught_up is None else None
         is_staged = route.staging.tensor(0) is not None  # then nothing is sent from where it lies
+        slot_bytes = min(route.slot_bytes, max(_SHARED_PIECE_BYTES, layout.bytes_per_token))
+        max_tokens = tokens_per_chunk(layout, slot_bytes if is_staged else route.slot_bytes)
+        num_tokens = ticket.num_tokens if on_caught_up is None else None
         least_whole = max_tokens + 1 if is_staged else least_whole_tokens(layout)
         self._plan = ChunkPlan(start, num_tokens, layout.block_size, max_tokens, least_whole)
         self._loop.call_soon(self._open)
