@@ -57,8 +57,8 @@ from coordinator.schema import Params, parse_chat, parse_completion, shown
 from coordinator.shape import Shape, behind_prompt, chat_shape, check_grammar, completion_shape
 from coordinator.tokenize import detokenize, tokenize
 from coordinator.tools import read_tools
-from engine.text.grammar import LazyGrammars
 from engine.text.tokenizer import TextModel
+from engine.text.trial import GrammarTrial
 
 # Rendering and tokenising less than this takes well under 5 ms.
 _MAX_INLINE_BYTES = 4096
@@ -152,8 +152,7 @@ class Edge:
         self._drain = drain
         self._sees_clients = sees_clients
         self._text = text
-        self._grammars = LazyGrammars(lambda: text)
-        self._grammars.warm()
+        self._trial = GrammarTrial(text)
         self._backend = backend
         self.metrics = metrics
         self._model = config.model.served_name or text.name
@@ -187,7 +186,7 @@ class Edge:
         if tools is not None:  # seldom short, and to measure them takes as long as to render them
             size += _MAX_INLINE_BYTES + 1
         prompt = await off_loop(size, lambda: chat_prompt(self._text, messages, params, limit, tools))
-        await check_grammar(shape, self._grammars)
+        await check_grammar(shape, self._trial)
         shape = replace(behind_prompt(shape, prompt.tail), mirror=(repeated or {}) | told)
         return self._answer(endpoint, params, [prompt], shape)
 
@@ -203,7 +202,7 @@ class Edge:
         size = sum(map(len, sources))
         prompts = await off_loop(size, lambda: completion_prompts(self._text, sources, params, limit))
         shape = replace(completion_shape(body), mirror=told)
-        await check_grammar(shape, self._grammars)
+        await check_grammar(shape, self._trial)
         return self._answer("completions", params, prompts, shape)
 
     async def models(self, request: Request) -> Response:

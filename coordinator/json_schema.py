@@ -16,6 +16,7 @@ _SINGLE = (
     "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else", "unevaluatedProperties",
 )  # fmt: skip
 _SHOWN = 60
+_MOST_EXACT = 2**53
 
 
 def fault_in(schema: Any, max_depth: int) -> str | None:
@@ -36,6 +37,22 @@ def fault_in(schema: Any, max_depth: int) -> str | None:
             return None
         level = inner
     return f"expected a schema of at most {max_depth} levels"
+
+
+def inexact_in(schema: Any) -> int | None:
+    """The first whole number in it that a double does not hold exactly: who enforces the schema would take another."""
+    level = [schema]
+    while level:
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                inner += value.values()
+            elif isinstance(value, list):
+                inner += value
+            elif isinstance(value, int) and abs(value) > _MOST_EXACT:
+                return value
+        level = inner
+    return None
 
 
 def _inside(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:

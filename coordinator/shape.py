@@ -3,31 +3,30 @@ older names), tools, reasoning.
 
     body ─► Shape: a grammar (empty: none) and a Reading         the grammar is compiled here first: a bad one is a 400
 
-Compiling runs on a thread with a bound on size, depth and time; see engine/text/grammar.py.
+Compiling runs in a process of its own with a bound on size, depth and time; see engine/text/trial.py.
 """
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contracts.errors import RequestError, UnsupportedError
 from coordinator.body import parse_object
+from coordinator.json_schema import inexact_in
 from coordinator.reading import THINK, THINK_END, Reading
 from coordinator.schema import ChatParams, shown
 from coordinator.tools import MAX_DEPTH, Tools, call_grammar, format_of, strict_grammar
 from engine.text.grammar import (
-    LazyGrammars,
     choice_grammar,
     ebnf_grammar,
     json_grammar,
     regex_grammar,
 )
 from engine.text.tokenizer import TextModel
+from engine.text.trial import GrammarTrial
 
 MAX_CHOICES = 10_000
-COMPILE_TIMEOUT_S = 5.0
 _STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
 _WRITING = (
     "disable_fallback",
@@ -110,18 +109,12 @@ def behind_prompt(shape: Shape, tail: str) -> Shape:
     return replace(shape, reading=replace(shape.reading, begins_in_thought=True))
 
 
-async def check_grammar(shape: Shape, grammars: LazyGrammars) -> None:
-    """Raises RequestError naming the field if no output could follow the grammar."""
+async def check_grammar(shape: Shape, trial: GrammarTrial) -> None:
+    """Raises RequestError naming the field if no output could follow the grammar, OverloadedError as the trial does."""
     if not shape.grammar:
         return
     try:
-        async with asyncio.timeout(COMPILE_TIMEOUT_S):
-            await asyncio.to_thread(grammars.behind, shape.grammar, ())
-    except TimeoutError as error:
-        raise RequestError(
-            f"{shape.param}: expected a grammar that compiles within {COMPILE_TIMEOUT_S:g} s",
-            param=shape.param,
-        ) from error
+        await trial.check(shape.grammar)
     except RequestError as error:
         raise RequestError(f"{shape.param}: {error.message}", param=shape.param) from error
 
@@ -260,6 +253,10 @@ def _schema(value: Any, param: str, writing: _Writing) -> str:
         raise RequestError(f"{param}: expected a JSON Schema object but got {shown(value)}", param=param)
     if _is_deeper(value, MAX_DEPTH):
         raise RequestError(f"{param}: expected a schema of at most {MAX_DEPTH} levels", param=param)
+    if (number := inexact_in(value)) is not None:
+        raise RequestError(
+            f"{param}: expected whole numbers of at most 2^53 but got {shown(number)}", param=param
+        )
     return json_grammar(_closed(value) if writing.is_closed else value, writing.whitespace)
 
 

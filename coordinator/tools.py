@@ -26,7 +26,7 @@ from coordinator.call_readers import (
     MistralReader,
 )
 from coordinator.calls import CallReader
-from coordinator.json_schema import fault_in
+from coordinator.json_schema import fault_in, inexact_in
 from coordinator.schema import shown
 from engine.text.grammar import inline_json, lark_grammar
 from engine.text.tokenizer import TextModel
@@ -141,6 +141,11 @@ def _tool(item: Any, where: str) -> Tool:
         )
     if (fault := fault_in(parameters, MAX_DEPTH)) is not None:
         raise RequestError(f"{where}.function.parameters: {fault}", param="tools")
+    if (number := inexact_in(parameters)) is not None:
+        raise RequestError(
+            f"{where}.function.parameters: expected whole numbers of at most 2^53 but got {shown(number)}",
+            param="tools",
+        )
     shape = {"type": "object", "properties": {}, **parameters}
     source = {"type": "function", "function": {**function, "parameters": shape}}
     return Tool(name, source, {**shape}, function.get("strict") is True)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tokenizers import Tokenizer
 
@@ -55,6 +55,15 @@ class TextModel:
         self.special_ids = frozenset(i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special)
         self.max_token_bytes = max(map(len, self._bytes), default=1)
         self.whole_texts = _WholeTexts(self._bytes)
+
+    def parts(self) -> list[Any]:
+        """As JSON can carry them, for `of_parts`; without the chat template."""
+        return [self._tokenizer.to_str(), self.name, sorted(self.eos_ids), self.bos_id]
+
+    @classmethod
+    def of_parts(cls, parts: list[Any]) -> Self:
+        tokenizer, name, eos_ids, bos_id = parts
+        return cls(Tokenizer.from_str(tokenizer), name=name, eos_ids=eos_ids, bos_id=bos_id)
 
     @cached_property
     def fingerprint(self) -> str:

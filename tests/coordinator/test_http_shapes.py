@@ -147,6 +147,35 @@ async def test_a_hostile_schema_is_the_callers_fault_and_reaches_nothing(schema:
         assert not s.backend.requests
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [{"minimum": 2**53 + 1}, {"enum": [1, [{"a": -(2**64)}]]}, {"properties": {"a": {"const": 2**63}}}],
+)
+async def test_a_number_that_cannot_be_enforced_exactly_is_refused(schema: dict[str, Any]) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": schema}}}}
+    async with service() as s:
+        for field, body in {
+            "response_format": {
+                "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+            },
+            "structured_outputs": {"structured_outputs": {"json": schema}},
+            "tools": {"tools": [tool]},
+        }.items():
+            error = error_of(await s.chat(**body))
+            assert (error["param"], "2^53" in error["message"]) == (field, True), error
+        assert not s.backend.requests
+
+
+async def test_a_grammar_that_crashes_its_compiler_is_the_callers_fault() -> None:
+    grammar = (
+        'start: %json {"type": "integer", "minimum": -9223372036854775808, "maximum": -9223372036854775808}'
+    )
+    async with service() as s:
+        error = error_of(await s.chat(structured_outputs={"grammar": grammar}))
+        assert error["param"] == "structured_outputs"
+        assert (await s.chat(structured_outputs={"regex": "a+"})).status_code == 200
+
+
 async def test_a_schema_is_bounded_in_depth_and_size() -> None:
     deep: dict[str, Any] = {}
     for _ in range(70):
