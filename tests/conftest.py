@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from xdist.remote import Producer
-from xdist.scheduler.loadfile import LoadFileScheduling
 
 from coordinator.local_ray import RAY_ENVIRONMENT
 
@@ -35,28 +33,6 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
     finally:
         del os.environ["TRITON_INTERPRET"]
-
-
-# What starts instances or looks at the clock: one test after the other, however many workers there are.
-ALONE = ("tests/benchmarks/", "tests/cluster/", "tests/coordinator/test_handles.py", "tests/deploy/")
-MAKES_WAY = 5  # of niceness
-
-
-class Lanes(LoadFileScheduling):
-    """A file goes to one worker of pytest-xdist, and those of ALONE to the same one."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return "alone" if nodeid.startswith(ALONE) else super()._split_scope(nodeid)
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
-    return Lanes(config, log) if config.getoption("dist") == "loadfile" else None
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Beside a test that looks at the clock, all others make way. A process cannot take that back."""
-    if "PYTEST_XDIST_WORKER" in os.environ and not item.nodeid.startswith(ALONE) and os.nice(0) < MAKES_WAY:
-        os.nice(MAKES_WAY - os.nice(0))
 
 
 @pytest.fixture(scope="session")
