@@ -45,6 +45,8 @@ RAY_ENVIRONMENT = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     # A proxy that is still importing after this time is killed for another one, which is no quicker.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    # Three looks at a dead proxy until there is another one; by itself Serve looks every ten seconds.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
     # Serve's controller looks at everything that often, by itself ten times a second; streams need the core more.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
     # For all: a worker does not mind.
