@@ -174,7 +174,7 @@ class Gateway:
         if url is None:
             if self.keys is None:
                 return None
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             url = f"sqlite:///{folder / 'usage.db'}"
         from coordinator.gateway.usage import Ledger
 

@@ -92,6 +92,7 @@ class JobStore:
     """One folder. Threads may share it, and so may processes."""
 
     def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._files = folder / "files"
         self._files.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock_path = folder / "batches.lock"
