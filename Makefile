@@ -23,7 +23,7 @@ PY    := $(VENV)/bin/python
 # An older pip takes twice as long to choose versions, and compiles one file after the other, also those that are
 # never imported: what no start of Baton needs (LATER) is compiled when a test first imports it.
 PIP   := $(PY) -m pip install --progress-bar on --no-compile
-LATER := /(transformers|sympy|networkx|plotly|pip|mypy|schemathesis|tests?)/
+LATER := /(transformers|sympy|networkx|plotly|pip|mypy|schemathesis|tests?|torch/testing)/
 STAMP := $(VENV)/.baton-installed
 
 .PHONY: serve stop test browser clients smoke check bench setup clean
@@ -32,7 +32,7 @@ serve: setup
 	@exec $(PY) -m coordinator.launch $(if $(PORT),--port '$(PORT)') $(if $(HOST),--host '$(HOST)') $(if $(MODEL),--model '$(MODEL)') $(if $(CONFIG),--config '$(CONFIG)')
 
 stop:
-	@test -x $(PY) || { echo "nothing to stop: $(VENV) is not installed"; exit 0; }; \
+	@test -e $(STAMP) || { echo "nothing to stop: $(VENV) is not installed, or not to its end"; exit 0; }; \
 	exec $(PY) -m coordinator.launch --stop $(if $(PORT),--port '$(PORT)') $(if $(CONFIG),--config '$(CONFIG)')
 
 setup: $(STAMP)
@@ -46,7 +46,7 @@ $(STAMP): pyproject.toml
 	@$(PIP) $(TORCH)
 	@echo "[3/5] Baton and its libraries (a few minutes the first time)"
 	@$(PIP) --editable '.[test]'
-	@echo "[4/5] bytecode, so that the first start is as quick as the next"
+	@echo "[4/5] bytecode, so that the first start is as quick as the next (about a minute, without a word)"
 	-@$(PY) -m compileall -q -j 0 -x '$(LATER)' "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	@echo "[5/5] compiled kernels (without a C++ compiler Baton runs slower)"
 	-@$(PY) -m engine.kernels.native.build
