@@ -39,8 +39,10 @@ def fault_in(schema: Any, max_depth: int) -> str | None:
     return f"expected a schema of at most {max_depth} levels"
 
 
-def inexact_in(schema: Any) -> int | None:
-    """The first whole number in it that a double does not hold exactly: who enforces the schema would take another."""
+def inexact_in(schema: Any) -> str | None:
+    """What is wrong with a whole number that a double does not hold: who enforces the schema would take another one.
+    None: there is none.
+    """
     level = [schema]
     while level:
         inner: list[Any] = []
@@ -50,7 +52,7 @@ def inexact_in(schema: Any) -> int | None:
             elif isinstance(value, list):
                 inner += value
             elif isinstance(value, int) and abs(value) > _MOST_EXACT:
-                return value
+                return f"expected whole numbers of at most 2^53 but got {str(value)[:_SHOWN]}"
         level = inner
     return None
 

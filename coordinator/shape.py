@@ -253,10 +253,8 @@ def _schema(value: Any, param: str, writing: _Writing) -> str:
         raise RequestError(f"{param}: expected a JSON Schema object but got {shown(value)}", param=param)
     if _is_deeper(value, MAX_DEPTH):
         raise RequestError(f"{param}: expected a schema of at most {MAX_DEPTH} levels", param=param)
-    if (number := inexact_in(value)) is not None:
-        raise RequestError(
-            f"{param}: expected whole numbers of at most 2^53 but got {shown(number)}", param=param
-        )
+    if (fault := inexact_in(value)) is not None:
+        raise RequestError(f"{param}: {fault}", param=param)
     return json_grammar(_closed(value) if writing.is_closed else value, writing.whitespace)
 
 

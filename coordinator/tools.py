@@ -139,13 +139,8 @@ def _tool(item: Any, where: str) -> Tool:
             f"{where}.function.parameters: expected a JSON Schema of an object but got {shown(parameters)}",
             param="tools",
         )
-    if (fault := fault_in(parameters, MAX_DEPTH)) is not None:
+    if (fault := fault_in(parameters, MAX_DEPTH) or inexact_in(parameters)) is not None:
         raise RequestError(f"{where}.function.parameters: {fault}", param="tools")
-    if (number := inexact_in(parameters)) is not None:
-        raise RequestError(
-            f"{where}.function.parameters: expected whole numbers of at most 2^53 but got {shown(number)}",
-            param="tools",
-        )
     shape = {"type": "object", "properties": {}, **parameters}
     source = {"type": "function", "function": {**function, "parameters": shape}}
     return Tool(name, source, {**shape}, function.get("strict") is True)
