@@ -66,15 +66,17 @@ class Answer(Response):
         self._metrics = metrics
         self._config = config
         self._drain = drain
-        self._patience = Patience()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        patience, patience_s = self._patience, self._config.slow_reader_timeout_s
+        patience, patience_s = Patience(), self._config.slow_reader_timeout_s
 
-        async def write(message: Message) -> None:
-            patience.alarm.set(time.monotonic() + patience_s)
-            await send(message)
-            patience.alarm.off()
+        def watched(send: Send) -> Send:
+            async def write(message: Message) -> None:
+                patience.alarm.set(time.monotonic() + patience_s)
+                await send(message)
+                patience.alarm.off()
+
+            return write
 
         self._metrics.running(self._job.endpoint, +1)
         try:
@@ -83,9 +85,9 @@ class Answer(Response):
                     async with self._outputs:
                         is_stream = self._job.params.stream
                         if is_stream:
-                            work = self._stream(write, bodies_send(scope, send))
+                            work = self._stream(watched(send), watched(bodies_send(scope, send)))
                         else:
-                            work = self._whole(scope, receive, write)
+                            work = self._whole(scope, receive, watched(send))
                         await unless_left(work, receive)
         except TimeoutError:
             if not patience.is_over:
@@ -109,7 +111,6 @@ class Answer(Response):
 
     async def _stream(self, send: Send, send_body: Send) -> None:
         """`send_body`: for bodies with more to come."""
-        alarm, patience_s = self._patience.alarm, self._config.slow_reader_timeout_s
         pieces = await self._outputs.take(self._config.peek_timeout_s)
         self._outputs.raise_if_failed()  # until here an error has a status
         await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
@@ -119,11 +120,9 @@ class Answer(Response):
             while pieces is not None:
                 events = b"".join(writer.events(pieces)) if pieces else _KEEP_ALIVE
                 if pending or events:
-                    alarm.set(time.monotonic() + patience_s)
                     await send_body(
                         {"type": "http.response.body", "body": pending + events, "more_body": True}
                     )
-                    alarm.off()
                 pending = b""
                 pieces = await self._outputs.take(self._config.keep_alive_s)
             tail = b"".join(writer.closing())
