@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -77,6 +78,9 @@ def test_two_instances_live_and_end_apart(tmp_path: Path, monkeypatch: pytest.Mo
         assert launch._get(f"http://127.0.0.1:{first.port}/ready")[0] == 0, "it listens where it was told to"
         assert re.search(r"prefill +prefill-0 \(pid \d+\)", first.output)
         assert re.search(r"decode +decode-0 \(pid \d+\)", first.output)
+
+        given = json.loads(launch._get(f"http://127.0.0.3:{first.port}/given")[1])
+        assert given == {"server.host": "127.0.0.3", "server.port": str(first.port)}
 
         assert launch.main(["--port", str(first.port)]) == 2, "a busy port is refused"
 

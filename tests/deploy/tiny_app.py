@@ -21,12 +21,17 @@ class Worker:
 @serve.deployment(ray_actor_options={"num_cpus": 0.1})
 @serve.ingress(http)
 class Coordinator:
-    def __init__(self, prefill: DeploymentHandle, decode: DeploymentHandle) -> None:
+    def __init__(self, prefill: DeploymentHandle, decode: DeploymentHandle, given: dict[str, str]) -> None:
+        self.given = given
         self.pools = {"prefill": prefill, "decode": decode}
 
     @http.get("/ready")
     async def ready(self) -> dict[str, str]:
         return {"status": "ready"}
+
+    @http.get("/given")
+    async def told(self) -> dict[str, str]:
+        return self.given
 
     @http.get("/v1/models")
     async def models(self) -> dict[str, Any]:
@@ -42,7 +47,7 @@ class Coordinator:
 
 def build(given: dict[str, str]) -> serve.Application:
     prefill, decode = (Worker.options(name=name).bind() for name in ("Prefill", "Decode"))
-    return Coordinator.bind(prefill, decode)
+    return Coordinator.bind(prefill, decode, given)
 
 
 def main() -> int:
