@@ -44,9 +44,8 @@ class ResponseWriter:
 
     def events(self, pieces: dict[OutputPlan, Piece]) -> Iterator[bytes]:
         for piece in pieces.values():
-            if (
-                self._names is not None and piece.tokens
-            ):  # then there is nothing but a message: check_logprobs
+            if self._names is not None and piece.tokens:
+                # There is nothing but a message: check_logprobs.
                 listed = [self._names.entry(token) for token in piece.tokens]
                 yield from self._add("message", piece.text, listed)
             else:

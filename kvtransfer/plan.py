@@ -10,9 +10,8 @@ from contracts.blocks import KvLayout
 from contracts.errors import HandoffError
 
 PIECE_BYTES = 63 << 18  # what a chunk has, if whole blocks allow it: nearly a slot of the default size
-LEAST_WHOLE_BYTES = (
-    2 << 20
-)  # of whole blocks that are sent from where they lie: less is faster gathered with the rest
+# Of whole blocks that are sent from where they lie: less is faster gathered with the rest.
+LEAST_WHOLE_BYTES = 2 << 20
 MAX_SENDS = 3  # of one chunk: the first and two repeats
 
 
