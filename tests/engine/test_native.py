@@ -62,9 +62,38 @@ def test_a_product_is_the_product_and_a_row_has_the_same_bits_in_every_batch(
         assert torch.equal(ops.linear(x[:num_rows], panels, bias), alone[:num_rows])
 
 
-def test_more_threads_change_no_bit() -> None:
-    panels, x = ops.pack(make_blocks(BlockKind.Q4_1, 200, 96)), torch.randn(24, 96)
-    kv, q = make_kv(2, 64), torch.randn(40, 4, 64)
+@pytest.mark.parametrize("kind", [*BlockKind, "numbers"])
+@pytest.mark.parametrize("columns", [32, 576])
+def test_a_product_of_bfloat16_rows_is_rounded_in_its_sum_only(kind: BlockKind | str, columns: int) -> None:
+    torch.manual_seed(1)
+    x, bias = torch.randn(29, columns).bfloat16(), torch.randn(70)
+    if isinstance(kind, BlockKind):
+        blocks = make_blocks(kind, 70, columns)
+        panels, weight = ops.pack(blocks), blocks.expanded()
+    else:
+        weight = torch.randn(70, columns)
+        panels, weight = ops.pack_numbers(weight.bfloat16()), weight.bfloat16().float()
+    alone = torch.cat([ops.linear(row[None], panels, bias) for row in x])
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    torch.testing.assert_close(alone.double(), exact, rtol=1e-5, atol=1e-4)
+    for num_rows in (*range(1, 26), 29):
+        assert torch.equal(ops.linear(x[:num_rows], panels, bias), alone[:num_rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [31, 576])
+def test_packed_numbers_are_the_numbers(dtype: torch.dtype, columns: int) -> None:
+    weight, row_ids = torch.randn(50, columns).to(dtype), torch.tensor([0, 49, 17])
+    panels = ops.pack_numbers(weight)
+    assert torch.equal(ops.rows(panels, row_ids), weight[row_ids].float())
+    assert torch.equal(ops.linear(torch.eye(columns), panels, None).T, weight.float())
+    assert torch.equal(ops.linear(torch.eye(columns, dtype=dtype), panels, None).T, weight.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_more_threads_change_no_bit(dtype: torch.dtype) -> None:
+    panels, x = ops.pack(make_blocks(BlockKind.Q4_1, 200, 96)), torch.randn(24, 96).to(dtype)
+    kv, q = make_kv(2, 64, dtype), torch.randn(40, 4, 64)
     rule = AttentionRule(0.125)
     before = torch.get_num_threads()
 
@@ -121,21 +150,37 @@ def test_attention_equals_reference_over_heads_and_lengths(
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
 
 
-def test_attention_over_bfloat16_is_rounded_once() -> None:
-    kv, q, rule = make_kv(2, 64, torch.bfloat16), torch.randn(5, 6, 64), AttentionRule(0.125)
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 256])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (6, 3), (9, 3), (8, 2), (5, 1), (7, 1)])
+@pytest.mark.parametrize("rule", [AttentionRule(0.125), AttentionRule(0.1, window=17, cap=3.0)])
+def test_attention_over_bfloat16_is_rounded_once(
+    head_dim: int, num_heads: int, num_kv_heads: int, rule: AttentionRule
+) -> None:
+    torch.manual_seed(3)
+    kv, q = make_kv(num_kv_heads, head_dim, torch.bfloat16), torch.randn(5, num_heads, head_dim)
     table, lens = torch.randint(0, NUM_BLOCKS, (5, 4)), torch.tensor([3, 64, 20, 33, 1])
+    decoded = attended(native, q, kv, table, lens, rule)
     torch.testing.assert_close(
-        attended(native, q, kv, table, lens, rule),
-        reference.paged_attention(q, kv, table, lens, rule),
-        rtol=2**-7,
-        atol=1e-5,
+        decoded, reference.paged_attention(q, kv, table, lens, rule), rtol=2**-7, atol=1e-5
     )
+    for row in range(5):
+        alone = attended(native, q[row, None], kv, table[row, None], lens[row, None], rule)
+        assert torch.equal(alone[0], decoded[row])
     torch.testing.assert_close(
         native.prefill_attention(q, kv, table[0], 30, rule),
         reference.prefill_attention(q, kv, table[0], 30, rule),
         rtol=2**-7,
         atol=1e-5,
     )
+
+
+def test_what_lies_behind_a_context_is_not_read() -> None:
+    kv = make_kv(1, 64, torch.bfloat16)
+    kv[3, :, :, 5:] = torch.nan
+    found = attended(
+        native, torch.randn(1, 3, 64), kv, torch.tensor([[3]]), torch.tensor([5]), AttentionRule(0.125)
+    )
+    assert found.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

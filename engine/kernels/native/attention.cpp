@@ -8,12 +8,14 @@
 #include <vector>
 
 #include "gemm.h"
+#include "planes.h"
 
 namespace baton {
 namespace {
 
 constexpr int64_t MAX_TILE_QUERIES = 48;  // rows of one tile: queries times the heads that share a key
 constexpr int64_t KEY_BLOCK = 256;
+constexpr int64_t AHEAD = 2;  // blocks of a decode's context
 constexpr float LOWEST = -1e30f;  // stands for minus infinity: what is hidden
 
 struct Slab {
@@ -44,94 +46,6 @@ float softmax(float* scores, int64_t n, float max_score) {
     return sum(total);
 }
 
-// Each lane i of the result: the sum of all lanes of rows[i].
-inline vf sums_of(const vf* rows) {
-#if defined(__AVX2__)
-    __m256 quarters[W / 4];
-    for (int i = 0; i < W / 4; i++) {
-        __m256 r[4];
-        for (int j = 0; j < 4; j++) {
-#if defined(__AVX512F__)
-            const __m512 wide = (__m512)rows[4 * i + j];
-            r[j] = _mm512_castps512_ps256(wide) +
-                   _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(wide), 1));
-#else
-            r[j] = (__m256)rows[4 * i + j];
-#endif
-        }
-        quarters[i] = _mm256_hadd_ps(_mm256_hadd_ps(r[0], r[1]), _mm256_hadd_ps(r[2], r[3]));
-    }
-    vf out;
-    for (int i = 0; i < W / 4; i += 2) {
-        const __m256 low = _mm256_permute2f128_ps(quarters[i], quarters[i + 1], 0x20);
-        const __m256 high = _mm256_permute2f128_ps(quarters[i], quarters[i + 1], 0x31);
-        const __m256 both = low + high;
-        std::memcpy((float*)&out + i * 4, &both, sizeof both);
-    }
-    return out;
-#else
-    vf out;
-    for (int i = 0; i < W; i++) out[i] = sum(rows[i]);
-    return out;
-#endif
-}
-
-// Asks for `num_elements` before their turn. A plane lies apart from the next, where the processor's own prefetching
-// does not follow; asked for as a whole, it would hold up what is computed now.
-template <class T>
-inline void prefetch(const T* from, int64_t num_elements) {
-    for (const char *at = (const char*)from, *end = (const char*)(from + num_elements); at < end; at += 64)
-        __builtin_prefetch(at);
-}
-
-// Scores of all `num_slots` keys of a plane, for the queries of a group; `next`: the plane after it.
-template <class T>
-inline void score_plane(const float* q, int64_t group, const T* keys, const T* next, int64_t num_slots, int64_t dim,
-                        float* scores, int64_t width) {
-    int64_t s = 0;
-    for (; s + W <= num_slots; s += W) {
-        const T* row = keys + s * dim;
-        for (int64_t g = 0; g < group; g++) {
-            vf acc[W] = {};
-            if (next && g < 4) {  // a share of it with each query
-                const int64_t part = W / (group < 4 ? group : 4);
-                prefetch(next + (s + g * part) * dim, part * dim);
-            }
-            for (int64_t d = 0; d < dim; d += W) {
-                const vf qd = load(q + g * dim + d);
-                for (int i = 0; i < W; i++) acc[i] = qd * load(row + i * dim + d) + acc[i];
-            }
-            store(scores + g * width + s, sums_of(acc));
-        }
-    }
-    for (; s < num_slots; s++)
-        for (int64_t g = 0; g < group; g++) {
-            vf acc{};
-            for (int64_t d = 0; d < dim; d += W) acc = load(q + g * dim + d) * load(keys + s * dim + d) + acc;
-            scores[g * width + s] = sum(acc);
-        }
-}
-
-// Adds the values of slots [low, high) of a plane, weighted, to out [D].
-template <class T>
-inline void mix_plane(const float* weights, const T* values, int64_t low, int64_t high, int64_t dim, float* out) {
-    int64_t d = 0;
-    for (; d + 4 * W <= dim; d += 4 * W) {
-        vf acc[4];
-        for (int i = 0; i < 4; i++) acc[i] = load(out + d + i * W);
-        for (int64_t s = low; s < high; s++) {
-            const vf weight = broadcast(weights[s]);
-            for (int i = 0; i < 4; i++) acc[i] = weight * load(values + s * dim + d + i * W) + acc[i];
-        }
-        for (int i = 0; i < 4; i++) store(out + d + i * W, acc[i]);
-    }
-    for (; d < dim; d += W) {
-        vf acc = load(out + d);
-        for (int64_t s = low; s < high; s++) acc = broadcast(weights[s]) * load(values + s * dim + d) + acc;
-        store(out + d, acc);
-    }
-}
-
 struct Decode {
     const float* q;  // [T, H, D]
     Slab slab;
@@ -145,16 +59,17 @@ struct Decode {
 // One sequence, kv heads [low, high): q [heads, G, D] scaled, the context's positions [begin, end), out as q.
 // scores [heads][G][whole blocks, rounded up to registers]. Heads of a block are neighbours in memory, so they are
 // taken together.
-template <class T>
+template <class Planes>
 void decode_one(const float* q, const Slab& slab, int64_t low_head, int64_t high_head, const int64_t* blocks,
                 int64_t begin, int64_t end, int64_t group, float cap, float* scores, int64_t width, float* out) {
+    using T = typename Planes::Element;
     const int64_t dim = slab.head_dim, slots = slab.num_slots, heads = high_head - low_head;
     const int64_t first = begin / slots, last = (end - 1) / slots, origin = first * slots;
     for (int64_t b = first; b <= last; b++)
         for (int64_t h = 0; h < heads; h++) {
-            const T* next = b < last ? slab.plane<T>(blocks[b + 1], 0, low_head + h) : nullptr;
-            score_plane(q + h * group * dim, group, slab.plane<T>(blocks[b], 0, low_head + h), next, slots, dim,
-                        scores + h * group * width + b * slots - origin, width);
+            const T* next = b + AHEAD <= last ? slab.plane<T>(blocks[b + AHEAD], 0, low_head + h) : nullptr;
+            Planes::score(q + h * group * dim, group, slab.plane<T>(blocks[b], 0, low_head + h), next, slots, dim,
+                          scores + h * group * width + b * slots - origin, width);
         }
     for (int64_t g = 0; g < heads * group; g++) {
         float *row = scores + g * width, *to = out + g * dim;
@@ -170,25 +85,23 @@ void decode_one(const float* q, const Slab& slab, int64_t low_head, int64_t high
         const float total = softmax(row, used, largest(best));
         for (int64_t d = 0; d < dim; d++) to[d] = 0;
         for (int64_t i = 0; i < used; i += W) store(row + i, load(row + i) / total);
+        Planes::take_weights(row, used);
     }
     for (int64_t b = first; b <= last; b++) {
         const int64_t base = b * slots, low = begin > base ? begin - base : 0;
         const int64_t high = end - base < slots ? end - base : slots;
         for (int64_t h = 0; h < heads; h++) {
             const T* values = slab.plane<T>(blocks[b], 1, low_head + h);
-            const T* next = b < last ? slab.plane<T>(blocks[b + 1], 1, low_head + h) : nullptr;
-            for (int64_t g = 0; g < group; g++) {
-                const int64_t part = slots / (group < 4 ? group : 4);
-                if (next && g < 4) prefetch(next + g * part * dim, part * dim);
-                const int64_t at = h * group + g;
-                mix_plane(scores + at * width + base - origin, values, low, high, dim, out + at * dim);
-            }
+            const T* next = b + AHEAD <= last ? slab.plane<T>(blocks[b + AHEAD], 1, low_head + h) : nullptr;
+            Planes::mix(scores + h * group * width, width, base - origin, group, values, next, low, high, dim,
+                        out + h * group * dim);
         }
     }
 }
 
-template <class T>
+template <class Planes>
 void decode(const Decode& job) {
+    using T = typename Planes::Element;
     const int64_t dim = job.slab.head_dim, heads = job.slab.num_kv_heads, group = job.num_heads / heads;
     const int64_t width = (job.max_blocks * job.slab.num_slots + W - 1) / W * W;
     const int64_t at_once = job.num_seqs < job.num_threads ? 1 : heads, parts = heads / at_once;
@@ -203,9 +116,11 @@ void decode(const Decode& job) {
             const int64_t end = job.lens[seq] < capacity ? job.lens[seq] : capacity;
             const int64_t at = (job.rows[seq] * job.num_heads + head * group) * dim;
             for (int64_t i = 0; i < size; i++) q[i] = job.q[at + i] * job.rule.scale;
+            Planes::take_queries(q, size);
             const int64_t begin = job.rule.window && end > job.rule.window ? end - job.rule.window : 0;
-            decode_one<T>(q, job.slab, head, head + at_once, job.table + seq * job.max_blocks, begin, end, group,
+            decode_one<Planes>(q, job.slab, head, head + at_once, job.table + seq * job.max_blocks, begin, end, group,
                           job.rule.cap, scores, width, mixed);
+            for (int64_t i = 0; i < size; i += dim) Planes::give_mix(mixed + i, dim);
             for (int64_t i = 0; i < size; i++) from_float((T*)job.out + at + i, mixed[i]);
         }
     }
@@ -331,7 +246,12 @@ void baton_decode_attention(int is_bf16, const float* q, const void* layer, int6
     const Slab slab{layer, block_stride, num_kv_heads, num_slots, head_dim};
     const Decode job{q,         slab,       rows, table, lens, num_seqs, max_blocks, num_heads,
                      {scale, cap, window}, out,  num_threads};
-    is_bf16 ? decode<bf16>(job) : decode<float>(job);
+    if (!is_bf16)
+        decode<Plain<float>>(job);
+    else if (Dots::knows(num_slots, head_dim))
+        decode<Dots>(job);
+    else
+        decode<Plain<bf16>>(job);
 }
 
 // q and out [T, H, D] at positions start, start + 1, ...; blocks: of the one sequence.

@@ -1,10 +1,9 @@
 """The kernel set of CPUs that have the compiled functions. Equal to `reference` up to rounding.
 
-    quantized weights    compiled products; beyond a few rows, where the CPU multiplies bfloat16 natively, oneDNN with
-                         the weights expanded for the call
-    float weights        compiled products, too, which widen bfloat16 as they read it (docs/engine.md: half of oneDNN's
-                         time for one row, about as long for many); where the CPU multiplies bfloat16 natively, `cpu`:
-                         oneDNN with packed weights
+    products             compiled, of quantized weights and of numbers: in float32, or where the CPU has them by dot
+                         products of bfloat16 pairs (docs/engine.md: against oneDNN)
+    on CPUs that have    numbers through `cpu`: oneDNN with packed weights; quantized weights beyond a few rows through
+    tiles (AMX)          oneDNN, too, expanded for the call: tiles take many rows several times as fast as dot products
     all between          compiled, one pass each: norm with addition, heads with rotation and KV, gate, attention
 
 `cpu` is asked wherever the compiled functions do not know a shape.
@@ -26,10 +25,16 @@ MIN_EXPANDED_ROWS = 32
 """Rows from which a bfloat16 product is worth expanding the weights."""
 
 
+def is_onednn_faster() -> bool:
+    """Whether many rows of bfloat16 are multiplied faster by oneDNN than by the compiled functions."""
+    return has_native_bf16() and (ops.has_tiles() or not ops.has_dot())
+
+
 def pack(layer: Linear) -> None:
     """A matrix is brought into the order of its kernel, and what it was is dropped: a head needs no plain weight, since
     its logits are exact. Packing twice is packing once."""
-    if layer.quantized is None and has_native_bf16():
+    is_wide = layer.weight is not None and layer.weight.dtype == torch.float32
+    if layer.quantized is None and (has_native_bf16() if is_wide else is_onednn_faster()):
         if layer.packed is None:
             cpu.pack(layer)
         return
@@ -52,7 +57,7 @@ def linear(x: Tensor, layer: Linear) -> Tensor:
     panels = layer.packed
     if not isinstance(panels, ops.Panels):
         return cpu.linear(x, layer)
-    if x.dtype == torch.bfloat16 and len(x) >= MIN_EXPANDED_ROWS and has_native_bf16():
+    if x.dtype == torch.bfloat16 and len(x) >= MIN_EXPANDED_ROWS and is_onednn_faster():
         bias = None if layer.bias is None else layer.bias.to(x.dtype)
         return F.linear(x, ops.expand(panels), bias)
     return ops.linear(x, panels, layer.bias)

@@ -1,26 +1,16 @@
-// Products with weights of 4 or 8 bits: w = d * q + m over groups of 32 along a row, d and m in half precision.
+// Products with packed weights (panels.h): of 4 or 8 bits, w = d * q + m over groups of 32 along a row, or numbers.
 //
-// A matrix [N, K] is packed into panels of 16 rows (the last is filled up with zeros), a panel into its groups:
-//
-//     int8   d [16] half   q [32 k][16] int8
-//     int4   d [16] half   q [4][16] uint32, nibble i of word j is k = 8 j + i         m = -8 d
-//     int4m  d [16] half   m [16] half   q as int4
-//
-// so a register holds 16 (or 8) rows of the same k, and what is read is read in order. d * q is exact in float32, so
-// d * q + m is the number that expanding the file gives. A few rows of x are multiplied with weights straight from
-// their registers; for more, panels are expanded into scratch once and all rows go over them.
-//
-// Weights that are numbers may be packed alike ([32 k][16] float or bf16 for a group, K filled up with zeros): slower
-// than oneDNN, but with the same bits in every batch.
+// d * q is exact in float32, so d * q + m is the number that expanding the file gives. A few rows of x are multiplied
+// with weights straight from their registers; for more, panels are expanded into scratch once and all rows go over them.
+// Numbers are slower than oneDNN so, but with the same bits in every batch.
 #include <cstdlib>
 #include <vector>
 
-#include "gemm.h"
+#include "panels.h"
 
 namespace baton {
 namespace {
 
-constexpr int GROUP = 32;
 constexpr int64_t MAX_SCRATCH_BYTES = 192 << 10;  // of expanded panels: they stay in the second-level cache
 
 // One group of P neighbouring panels: N registers of columns for each k. Their sums are independent of each other, which
@@ -28,7 +18,7 @@ constexpr int64_t MAX_SCRATCH_BYTES = 192 << 10;  // of expanded panels: they st
 template <int P>
 struct Int8 {
     static constexpr int PANELS = P, N = P * NV;
-    static constexpr int64_t GROUP_BYTES = 2 * PANEL + GROUP * PANEL;
+    static constexpr int64_t GROUP_BYTES = group_bytes(INT8);
     vf d[N];
     const int8_t* q[P];
     void open(const uint8_t* group, int64_t panel_bytes) {
@@ -51,7 +41,7 @@ struct Int8 {
 template <bool HAS_MIN, int P>
 struct Int4 {
     static constexpr int PANELS = P, N = P * NV;
-    static constexpr int64_t GROUP_BYTES = (HAS_MIN ? 4 : 2) * PANEL + GROUP * PANEL / 2;
+    static constexpr int64_t GROUP_BYTES = group_bytes(HAS_MIN ? INT4M : INT4);
     // d / 16^i: a nibble is masked where it stands and not shifted, which makes it 16^i times too large. Powers of two
     // round nothing. The last would be the sign, so it is shifted.
     vf d[7][N], m[N];
@@ -85,13 +75,13 @@ struct Int4 {
     }
 };
 
-template <class T, int P>
-struct Numbers {
+template <int P>
+struct Floats {
     static constexpr int PANELS = P, N = P * NV;
-    static constexpr int64_t GROUP_BYTES = sizeof(T) * GROUP * PANEL;
-    const T* w[P];
+    static constexpr int64_t GROUP_BYTES = group_bytes(FLOATS);
+    const float* w[P];
     void open(const uint8_t* group, int64_t panel_bytes) {
-        for (int p = 0; p < P; p++, group += panel_bytes) w[p] = (const T*)group;
+        for (int p = 0; p < P; p++, group += panel_bytes) w[p] = (const float*)group;
     }
     template <class F>
     void each_k(F use) const {
@@ -100,6 +90,30 @@ struct Numbers {
             vf columns[N];
             for (int v = 0; v < N; v++) columns[v] = load(w[v / NV] + k * PANEL + v % NV * W);
             use(k, columns);
+        }
+    }
+};
+
+template <int P>
+struct Halves {
+    static constexpr int PANELS = P, N = P * NV;
+    static constexpr int64_t GROUP_BYTES = group_bytes(HALVES);
+    const uint32_t* w[P];
+    void open(const uint8_t* group, int64_t panel_bytes) {
+        for (int p = 0; p < P; p++, group += panel_bytes) w[p] = (const uint32_t*)group;
+    }
+    template <class F>
+    void each_k(F use) const {
+#pragma GCC unroll 4
+        for (int k = 0; k < GROUP; k += 2) {
+            vf low[N], high[N];
+            for (int v = 0; v < N; v++) {
+                const vu both = load_as<vu>(w[v / NV] + k / 2 * PANEL + v % NV * W);
+                low[v] = (vf)(both << 16);
+                high[v] = (vf)(both & 0xffff0000u);
+            }
+            use(k, low);
+            use(k + 1, high);
         }
     }
 };
@@ -274,52 +288,10 @@ void expand_all(const uint8_t* panels, int64_t num_rows, int64_t num_k, bf16* ou
     }
 }
 
-// From the blocks of a GGUF file. Layouts: ggml's block_q4_0 (d, 16 bytes: low nibbles k 0-15, high 16-31), block_q4_1
-// (d, m, the same), block_q8_0 (d, 32 int8).
-template <int BLOCK_BYTES, int GROUP_BYTES, class Put>
-void pack(const uint8_t* blocks, int64_t num_rows, int64_t num_k, uint8_t* panels, Put put) {
-    const int64_t num_groups = num_k / GROUP, num_panels = (num_rows + PANEL - 1) / PANEL;
-    std::memset(panels, 0, num_panels * num_groups * GROUP_BYTES);
-    for (int64_t row = 0; row < num_rows; row++) {
-        uint8_t* panel = panels + row / PANEL * num_groups * GROUP_BYTES;
-        for (int64_t g = 0; g < num_groups; g++)
-            put(blocks + (row * num_groups + g) * BLOCK_BYTES, panel + g * GROUP_BYTES, row % PANEL);
-    }
-}
-
-void put_half(uint8_t* group, int64_t index, const uint8_t* from) { std::memcpy(group + 2 * index, from, 2); }
-
-void put_nibbles(uint8_t* words, int64_t lane, const uint8_t* packed) {
-    for (int j = 0; j < 4; j++) {
-        uint32_t word = 0;
-        for (int i = 0; i < 8; i++) {
-            const int k = 8 * j + i;
-            const uint32_t nibble = k < 16 ? packed[k] & 15 : packed[k - 16] >> 4;
-            word |= nibble << (4 * i);
-        }
-        std::memcpy(words + (j * PANEL + lane) * 4, &word, 4);
-    }
-}
-
 template <int P>
 using Int4Plain = Int4<false, P>;
 template <int P>
 using Int4Min = Int4<true, P>;
-
-template <int P>
-using Floats = Numbers<float, P>;
-template <int P>
-using Halves = Numbers<bf16, P>;
-
-// From rows of numbers; panels has been zeroed.
-template <class T>
-void pack_numbers(const T* weights, int64_t num_rows, int64_t num_k, int64_t padded_k, T* panels) {
-    for (int64_t row = 0; row < num_rows; row++)
-        for (int64_t k = 0; k < num_k; k++)
-            panels[(row / PANEL * padded_k + k) * PANEL + row % PANEL] = weights[row * num_k + k];
-}
-
-enum Kind { INT8 = 0, INT4 = 1, INT4M = 2, FLOATS = 3, HALVES = 4 };
 
 // `use` is called with a codec of the kind.
 template <class F>
@@ -339,42 +311,6 @@ void with_codec(int kind, F use) {
 using namespace baton;
 
 extern "C" {
-
-int64_t baton_panel_bytes(int kind, int64_t num_rows, int64_t num_k) {
-    int64_t group = 0;
-    with_codec(kind, [&](auto codec) { group = codec.GROUP_BYTES; });
-    return (num_rows + PANEL - 1) / PANEL * (num_k / GROUP) * group;
-}
-
-void baton_pack(int kind, const uint8_t* blocks, int64_t num_rows, int64_t num_k, uint8_t* panels) {
-    if (kind == INT8)
-        pack<34, Int8<1>::GROUP_BYTES>(blocks, num_rows, num_k, panels, [](const uint8_t* b, uint8_t* g, int64_t lane) {
-            put_half(g, lane, b);
-            for (int k = 0; k < GROUP; k++) g[2 * PANEL + k * PANEL + lane] = b[2 + k];
-        });
-    else if (kind == INT4)
-        pack<18, Int4Plain<1>::GROUP_BYTES>(blocks, num_rows, num_k, panels,
-                                           [](const uint8_t* b, uint8_t* g, int64_t lane) {
-                                               put_half(g, lane, b);
-                                               put_nibbles(g + 2 * PANEL, lane, b + 2);
-                                           });
-    else
-        pack<20, Int4Min<1>::GROUP_BYTES>(blocks, num_rows, num_k, panels,
-                                          [](const uint8_t* b, uint8_t* g, int64_t lane) {
-                                              put_half(g, lane, b);
-                                              put_half(g, PANEL + lane, b + 2);
-                                              put_nibbles(g + 4 * PANEL, lane, b + 4);
-                                          });
-}
-
-// weights [num_rows, num_k] of float or bf16 -> panels of padded_k inputs.
-void baton_pack_numbers(int kind, const void* weights, int64_t num_rows, int64_t num_k, int64_t padded_k, void* panels) {
-    std::memset(panels, 0, baton_panel_bytes(kind, num_rows, padded_k));
-    if (kind == FLOATS)
-        pack_numbers((const float*)weights, num_rows, num_k, padded_k, (float*)panels);
-    else
-        pack_numbers((const bf16*)weights, num_rows, num_k, padded_k, (bf16*)panels);
-}
 
 void baton_linear(int kind, const uint8_t* panels, const float* bias, const float* x, float* out, int64_t num_rows,
                   int64_t num_k, int64_t num_columns, int num_threads) {

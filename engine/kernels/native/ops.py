@@ -31,6 +31,9 @@ _SIGNATURES = {  # p: pointer, n: int64, i: int, f: float
     "baton_pack": "ipnnp",
     "baton_pack_numbers": "ipnnnp",
     "baton_linear": "ippppnnni",
+    "baton_linear_dot": "ippppnnni",
+    "baton_has_dot": "",
+    "baton_has_tiles": "",
     "baton_rows": "ippnnp",
     "baton_expand": "ipnnp",
     "baton_decode_attention": "ippnnnnpppnnnffnpi",
@@ -38,6 +41,11 @@ _SIGNATURES = {  # p: pointer, n: int64, i: int, f: float
     "baton_add_norm": "ppippfnnppi",
     "baton_split_heads": "pippinnpppppfnnnnp",
     "baton_gated": "piinnpi",
+}
+_RESULTS = {
+    "baton_panel_bytes": ctypes.c_int64,
+    "baton_has_dot": ctypes.c_int,
+    "baton_has_tiles": ctypes.c_int,
 }
 _TYPES: dict[str, Any] = {
     "p": ctypes.c_void_p,
@@ -66,7 +74,7 @@ def _lib() -> Library:
         for name, signature in _SIGNATURES.items():
             function = getattr(half, name)
             function.argtypes = [_TYPES[letter] for letter in signature]
-            function.restype = ctypes.c_int64 if name == "baton_panel_bytes" else None
+            function.restype = _RESULTS.get(name)
     return found
 
 
@@ -95,16 +103,31 @@ def pack_numbers(weight: Tensor) -> Panels:
     return Panels(kind, data, num_rows, num_columns, padded)
 
 
+@cache
+def has_dot() -> bool:
+    """Whether the compiled functions multiply bfloat16 rows in bfloat16, by this CPU's dot products of pairs."""
+    return bool(_lib().short.baton_has_dot())
+
+
+@cache
+def has_tiles() -> bool:
+    """Whether this CPU multiplies whole tiles of bfloat16 (AMX), which the compiled functions do not use."""
+    return bool(_lib().short.baton_has_tiles())
+
+
 def linear(x: Tensor, panels: Panels, bias: Tensor | None) -> Tensor:
-    """x [T, in] -> [T, out] float32; bias [out] float32."""
+    """x [T, in] -> [T, out] float32; bias [out] float32. Only sums are rounded: bfloat16 rows are multiplied
+    as they are."""
     assert x.ndim == 2, x.shape
     assert x.shape[1] == panels.num_columns, (x.shape, panels.num_columns)
     assert bias is None or (bias.shape == (panels.num_rows,) and bias.dtype == torch.float32)
-    x = x.float().contiguous()
+    is_dot = x.dtype == torch.bfloat16 and panels.kind != _NUMBERS[torch.float32] and has_dot()
+    x = (x if is_dot else x.float()).contiguous()
     if panels.padded != panels.num_columns:
         x = F.pad(x, (0, panels.padded - panels.num_columns))
     out = torch.empty(len(x), panels.num_rows)
-    _lib().long.baton_linear(
+    multiply = _lib().long.baton_linear_dot if is_dot else _lib().long.baton_linear
+    multiply(
         panels.kind,
         panels.data.data_ptr(),
         None if bias is None else bias.data_ptr(),
