@@ -15,7 +15,6 @@ namespace {
 
 constexpr int64_t MAX_TILE_QUERIES = 48;  // rows of one tile: queries times the heads that share a key
 constexpr int64_t KEY_BLOCK = 256;
-constexpr int64_t AHEAD = 2;  // blocks of a decode's context
 constexpr float LOWEST = -1e30f;  // stands for minus infinity: what is hidden
 
 struct Slab {
@@ -67,7 +66,7 @@ void decode_one(const float* q, const Slab& slab, int64_t low_head, int64_t high
     const int64_t first = begin / slots, last = (end - 1) / slots, origin = first * slots;
     for (int64_t b = first; b <= last; b++)
         for (int64_t h = 0; h < heads; h++) {
-            const T* next = b + AHEAD <= last ? slab.plane<T>(blocks[b + AHEAD], 0, low_head + h) : nullptr;
+            const T* next = b < last ? slab.plane<T>(blocks[b + 1], 0, low_head + h) : nullptr;
             Planes::score(q + h * group * dim, group, slab.plane<T>(blocks[b], 0, low_head + h), next, slots, dim,
                           scores + h * group * width + b * slots - origin, width);
         }
@@ -92,7 +91,7 @@ void decode_one(const float* q, const Slab& slab, int64_t low_head, int64_t high
         const int64_t high = end - base < slots ? end - base : slots;
         for (int64_t h = 0; h < heads; h++) {
             const T* values = slab.plane<T>(blocks[b], 1, low_head + h);
-            const T* next = b + AHEAD <= last ? slab.plane<T>(blocks[b + AHEAD], 1, low_head + h) : nullptr;
+            const T* next = b < last ? slab.plane<T>(blocks[b + 1], 1, low_head + h) : nullptr;
             Planes::mix(scores + h * group * width, width, base - origin, group, values, next, low, high, dim,
                         out + h * group * dim);
         }

@@ -2,8 +2,11 @@
 // the mix of values by weight.
 //
 // Where the CPU has dot products of bfloat16 pairs, a float32 is cut into two bfloat16 that keep 16 bits of it: that costs
-// as many products, but nothing of the plane has to be widened.
+// as many products, but nothing of the plane has to be widened. Numbers are read in the order in which they lie: taking
+// a piece of every row first halves what the memory gives.
 #pragma once
+
+#include <type_traits>
 
 #include "vec.h"
 
@@ -41,9 +44,9 @@ inline vf sums_of(const vf* rows) {
 #endif
 }
 
-// Asks for `num_elements` before their turn, into the second-level cache: more can be under way there. A plane lies apart
-// from the next, where the processor's own prefetching does not follow; asked for as a whole, it would hold up what is
-// computed now.
+// Asks for `num_elements` before their turn, into the second-level cache: more can be under way there. The next block lies
+// apart, where the processor's own prefetching does not follow; asked for as a whole, it would hold up what is computed
+// now.
 template <class T>
 inline void prefetch(const T* from, int64_t num_elements) {
     for (const char *at = (const char*)from, *end = (const char*)(from + num_elements); at < end; at += 64)
@@ -152,59 +155,83 @@ struct Dots {
 
     static __m512 dot(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 
+    // `use` is called with the number of queries, at most 4, as a constant, and the first of them.
+    template <class F>
+    static void in_fours(int64_t group, F use) {
+        for (int64_t g = 0; g < group; g += 4) switch (group - g) {
+                case 1: use(std::integral_constant<int, 1>(), g); break;
+                case 2: use(std::integral_constant<int, 2>(), g); break;
+                case 3: use(std::integral_constant<int, 3>(), g); break;
+                default: use(std::integral_constant<int, 4>(), g);
+            }
+    }
+
     static void score(const float* q, int64_t group, const bf16* keys, const bf16* next, int64_t num_slots, int64_t dim,
                       float* scores, int64_t width) {
-        for (int64_t s = 0; s < num_slots; s += W)
-            for (int64_t g = 0; g < group; g++) {
-                vf acc[W] = {};
-                prefetch_share(next, s, g, group, dim);
-                for (int64_t d = 0; d < dim; d += PAIRED) {
-                    const float* query = q + g * dim + d;
-                    const __m512i high = _mm512_loadu_si512(query), low = _mm512_loadu_si512(query + W);
-                    for (int i = 0; i < W; i++) {
-                        const __m512i key = _mm512_loadu_si512(keys + (s + i) * dim + d);
-                        acc[i] = (vf)dot(dot((__m512)acc[i], high, key), low, key);
+        in_fours(group, [&](auto size, int64_t g) {
+            constexpr int G = size;
+            for (int64_t s = 0; s < num_slots; s += W) {
+                vf products[G][W];
+                for (int i = 0; i < W; i++) {  // key after key, as they lie in memory
+                    const bf16* key = keys + (s + i) * dim;
+                    if (next && !g) prefetch(next + (s + i) * dim, dim);
+                    __m512 acc[G] = {};
+                    for (int64_t d = 0; d < dim; d += PAIRED) {
+                        const __m512i part = _mm512_loadu_si512(key + d);
+                        for (int j = 0; j < G; j++) {
+                            const float* query = q + (g + j) * dim + d;
+                            acc[j] = dot(acc[j], _mm512_loadu_si512(query), part);
+                            acc[j] = dot(acc[j], _mm512_loadu_si512(query + W), part);
+                        }
                     }
+                    for (int j = 0; j < G; j++) products[j][i] = (vf)acc[j];
                 }
-                store(scores + g * width + s, sums_of(acc));
+                for (int j = 0; j < G; j++) store(scores + (g + j) * width + s, sums_of(products[j]));
             }
+        });
     }
 
     static void mix(const float* weights, int64_t width, int64_t at, int64_t group, const bf16* values,
                     const bf16* next, int64_t low, int64_t high, int64_t dim, float* out) {
-        for (int64_t g = 0; g < group; g += 4, weights += 4 * width, out += 4 * dim, next = nullptr)
-            switch (group - g) {
-                case 1: mix_group<1>(weights, width, at, values, next, low, high, dim, out); break;
-                case 2: mix_group<2>(weights, width, at, values, next, low, high, dim, out); break;
-                case 3: mix_group<3>(weights, width, at, values, next, low, high, dim, out); break;
-                default: mix_group<4>(weights, width, at, values, next, low, high, dim, out); break;
+        in_fours(group, [&](auto size, int64_t g) {
+            constexpr int G = size;
+            const float* from = weights + g * width;
+            for (int64_t d = 0; d < dim; d += 2 * PAIRED) {
+                const bf16* later = next && !g ? next + d : nullptr;
+                float* to = out + g * dim + d;
+                if (d + 2 * PAIRED <= dim)
+                    mix_columns<G, 2>(from, width, at, values + d, later, low, high, dim, to);
+                else
+                    mix_columns<G, 1>(from, width, at, values + d, later, low, high, dim, to);
             }
+        });
     }
 
-    template <int G>
-    static void mix_group(const float* weights, int64_t width, int64_t at, const bf16* values, const bf16* next,
-                          int64_t low, int64_t high, int64_t dim, float* out) {
-        for (int64_t d = 0; d < dim; d += PAIRED) {
-            __m512 upper[G][2], lower[G][2] = {};
-            for (int g = 0; g < G; g++)
-                for (int i = 0; i < 2; i++) upper[g][i] = _mm512_loadu_ps(out + g * dim + d + i * W);
-            for (int64_t s = low & ~1; s < high; s += 2) {  // a weight before `low` is zero
-                for (int64_t i = 0; next && i < 2; i++) prefetch(next + (s + i) * dim + d, PAIRED);
-                const __m512i a = _mm512_loadu_si512(values + s * dim + d);
-                const __m512i b = s + 1 < high ? _mm512_loadu_si512(values + (s + 1) * dim + d) : _mm512_setzero_si512();
-                const __m512i halves[2] = {_mm512_unpacklo_epi16(a, b), _mm512_unpackhi_epi16(a, b)};
-                const float* pairs = weights + (at + s) / W * W + (at + s) % W / 2;  // of a cut register
-                for (int g = 0; g < G; g++) {
-                    const int32_t* pair = (const int32_t*)(pairs + g * width);
-                    for (int i = 0; i < 2; i++) {
-                        upper[g][i] = dot(upper[g][i], _mm512_set1_epi32(pair[0]), halves[i]);
-                        lower[g][i] = dot(lower[g][i], _mm512_set1_epi32(pair[W / 2]), halves[i]);
-                    }
-                }
+    template <int G, int N>
+    static void mix_columns(const float* weights, int64_t width, int64_t at, const bf16* values, const bf16* next,
+                            int64_t low, int64_t high, int64_t dim, float* out) {
+        __m512 acc[G][2 * N];
+        for (int g = 0; g < G; g++)
+            for (int i = 0; i < 2 * N; i++) acc[g][i] = _mm512_loadu_ps(out + g * dim + i * W);
+        for (int64_t s = low & ~1; s < high; s += 2) {  // a weight before `low` is zero
+            __m512i halves[2 * N];
+            for (int i = 0; i < N; i++) {
+                const bf16* value = values + s * dim + i * PAIRED;
+                const __m512i a = _mm512_loadu_si512(value);
+                const __m512i b = s + 1 < high ? _mm512_loadu_si512(value + dim) : _mm512_setzero_si512();
+                halves[2 * i] = _mm512_unpacklo_epi16(a, b);
+                halves[2 * i + 1] = _mm512_unpackhi_epi16(a, b);
             }
-            for (int g = 0; g < G; g++)
-                for (int i = 0; i < 2; i++) _mm512_storeu_ps(out + g * dim + d + i * W, upper[g][i] + lower[g][i]);
+            for (int64_t i = s; next && i < s + 2; i++) prefetch(next + i * dim, N * PAIRED);
+            const float* pairs = weights + (at + s) / W * W + (at + s) % W / 2;  // of a cut register
+            for (int g = 0; g < G; g++) {
+                const int32_t* pair = (const int32_t*)(pairs + g * width);
+                for (int i = 0; i < 2 * N; i++) acc[g][i] = dot(acc[g][i], _mm512_set1_epi32(pair[0]), halves[i]);
+                for (int i = 0; i < 2 * N; i++) acc[g][i] = dot(acc[g][i], _mm512_set1_epi32(pair[W / 2]), halves[i]);
+            }
         }
+        for (int g = 0; g < G; g++)
+            for (int i = 0; i < 2 * N; i++) _mm512_storeu_ps(out + g * dim + i * W, acc[g][i]);
     }
 };
 #else
