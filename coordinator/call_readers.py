@@ -158,7 +158,7 @@ class MistralReader:
 
     @property
     def is_whole(self) -> bool:
-        return self._state in ("text", "between", "name")
+        return self._state in ("text", "between")
 
     def push(self, text: str) -> list[Part]:
         self._buffer += text

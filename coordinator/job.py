@@ -12,6 +12,7 @@ import hashlib
 import secrets
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -69,6 +70,11 @@ class Job:
     def num_prompt_tokens(self) -> int:
         """Each prompt once, whatever n is."""
         return sum(len(prompt.ids) for prompt in self.prompts)
+
+    @property
+    def stops(self) -> Sequence[str]:
+        """Strings that an output ends at. One that is calls and nothing else has no text that could end."""
+        return () if self.reading.is_forced else self.params.stop
 
     @property
     def num_choices(self) -> int:
@@ -186,7 +192,7 @@ def _samplings(
                 repetition_penalty=_given(params.repetition_penalty, defaults.get("repetition_penalty", 1.0)),
                 logit_bias=masks.bias,
                 min_tokens=min(params.min_tokens, max_tokens),
-                stop_token_ids=tuple(dict.fromkeys(params.stop_token_ids)),
+                stop_token_ids=masks.stop_ids,
                 ignore_eos=params.ignore_eos,
                 num_logprobs=params.num_drawn_logprobs,
                 num_prompt_logprobs=params.num_prompt_logprobs,
@@ -220,6 +226,7 @@ class _Masks:
     bias: tuple[tuple[int, float], ...]
     allowed: tuple[int, ...]
     bad: tuple[tuple[int, ...], ...]
+    stop_ids: tuple[int, ...]
     grammar: str
 
 
@@ -232,7 +239,9 @@ def _masks(params: Params, text: TextModel, num_logits: int, shape: Shape) -> _M
             if token_id >= num_logits:
                 raise RequestError(f"{name}: expected ids below {num_logits} but got {token_id}", param=name)
     allowed = tuple(sorted(set(params.allowed_token_ids)))
-    return _Masks(_logit_bias(params, num_logits), allowed, _bad_ids(params, text), shape.grammar)
+    stop_ids = () if shape.reading.is_forced else tuple(dict.fromkeys(params.stop_token_ids))
+    bias, bad = _logit_bias(params, num_logits), _bad_ids(params, text)
+    return _Masks(bias, allowed, bad, stop_ids, shape.grammar)
 
 
 def _bad_ids(params: Params, text: TextModel) -> tuple[tuple[int, ...], ...]:

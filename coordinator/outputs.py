@@ -24,7 +24,7 @@ from coordinator.backend import Backend
 from coordinator.errors_http import as_baton_error
 from coordinator.job import Job, OutputPlan
 from coordinator.metrics import Metrics
-from coordinator.reading import ThoughtCount
+from coordinator.reading import MessageReader, ThoughtCount
 from engine.text.detokenizer import Detokenizer
 from engine.text.stops import StopMatcher
 from engine.text.tokenizer import TextModel
@@ -91,7 +91,9 @@ class OutputText:
         )
         self._thoughts = ThoughtCount(job.reading)
         self._is_prompt_only = plan.is_prompt_only
-        self._stops = StopMatcher(params.stop, params.include_stop_str_in_output)
+        self._stops = StopMatcher(job.stops, params.include_stop_str_in_output)
+        # A second reader of the same text, only to know where a call is.
+        self._calls = MessageReader(job.reading) if job.stops and job.reading.make_reader else None
         self._min_tokens = sampling.min_tokens
         self._echo = plan.prompt.echo_text
         self.num_tokens = 0
@@ -103,14 +105,14 @@ class OutputText:
         self.num_tokens += 1
         fresh = self._detokenizer.push(token.token_id)
         self._thoughts.push(fresh)
-        shown = self._stops.push(fresh, can_stop=self.num_tokens > self._min_tokens)
+        shown = self._show(fresh, can_stop=self.num_tokens > self._min_tokens)
         stop = self._stops.matched
         end = None if stop is None else self._end("stop", stop, None)
         return Piece([self._echoed(shown)], [token], self.num_tokens, end, token.prompt)
 
     def finish(self, finished: Finished) -> Piece:
         """The last piece, when the engine ended the output. What was held back comes out."""
-        tail = self._stops.push(self._detokenizer.flush(), can_stop=self.num_tokens >= self._min_tokens)
+        tail = self._show(self._detokenizer.flush(), can_stop=self.num_tokens >= self._min_tokens)
         stop = self._stops.matched
         if stop is None:
             tail += self._stops.flush()
@@ -119,6 +121,14 @@ class OutputText:
         else:  # completed by the replacement of a broken character at the very end
             end = self._end("stop", stop, finished.num_cached_tokens, finished.timings)
         return Piece([self._echoed(tail)], [], self.num_tokens, end)
+
+    def _show(self, fresh: str, can_stop: bool) -> str:
+        """What may be shown of the text so far. No stop string is looked for in tokens that belong to a call."""
+        if self._calls is not None:
+            was_calling = self._calls.is_calling
+            self._calls.push(fresh)
+            can_stop = can_stop and not (was_calling or self._calls.is_calling)
+        return self._stops.push(fresh, can_stop)
 
     def _end(
         self, reason: str, stop: str | int | None, num_cached: int | None, timings: Timings | None = None
@@ -138,7 +148,7 @@ class PlainText(OutputText):
         """No echo, no stop strings, no reasoning to count, no logprobs."""
         sampling, prompt = request.sampling, plan.prompt
         is_listed = sampling.num_logprobs is not None or sampling.num_prompt_logprobs is not None
-        return not (prompt.echo_text or job.params.stop or job.reading.thinks or is_listed)
+        return not (prompt.echo_text or job.stops or job.reading.thinks or is_listed)
 
     def push(self, token: Token) -> Piece:
         self.num_tokens += 1

@@ -50,6 +50,11 @@ class MessageReader:
         """Whether there is a call, and the last one is complete."""
         return self._calls is not None and self._calls.num_calls > 0 and self._calls.is_whole
 
+    @property
+    def is_calling(self) -> bool:
+        """Whether a call is under way."""
+        return self._calls is not None and not self._calls.is_whole
+
     def push(self, text: str) -> list[Part]:
         return self._kept(self._called(self._thoughts.push(text) if self._thoughts else [Said(text)]))
 
