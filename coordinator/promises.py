@@ -20,6 +20,7 @@ from contracts.service import CLASSES, Service, ServiceClass
 CLASS_HEADER = "x-baton-class"
 TTFT_HEADER = "x-baton-ttft-ms"
 ITL_HEADER = "x-baton-itl-ms"
+SERVICE_HEADERS = (CLASS_HEADER, TTFT_HEADER, ITL_HEADER)
 
 Tier = Literal["auto", "default", "flex", "priority"]
 """OpenAI's `service_tier`, as far as it says who waits for whom."""

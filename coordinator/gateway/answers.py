@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from contracts.errors import ConflictError, RequestError
 _OVERHEAD_BYTES = 512
 # Of the store's room: one answer that is larger is not kept.
 _LARGEST_SHARE = 8
+_MARK = b"x-baton-replay"
 _FAILED = (b'data: {"error"', b"event: error", b"event: response.failed")
 
 
@@ -34,7 +36,8 @@ class KeptAnswer:
 
     async def send(self, send: Send, mark: bytes) -> None:
         """Again, with `x-baton-replay: <mark>`."""
-        headers = [*self.headers, (b"x-baton-replay", mark)]
+        kept = (each for each in self.headers if each[0] != _MARK)  # it may have been one itself
+        headers = [*kept, (_MARK, mark)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": False})
 
@@ -147,9 +150,10 @@ class Recorder:
             self._parts.append(body)
 
 
-def fingerprint_of(path: str, body: dict[str, Any]) -> bytes:
-    """Equal for equal requests, whatever the order of their keys."""
-    return hashlib.sha256(f"{path}\n{json.dumps(body, sort_keys=True)}".encode()).digest()
+def fingerprint_of(path: str, body: dict[str, Any], beside: Sequence[Any]) -> bytes:
+    """Equal for equal requests, whatever the order of their keys. `beside`: what else decides, as JSON."""
+    source = f"{path}\n{json.dumps(beside)}\n{json.dumps(body, sort_keys=True)}"
+    return hashlib.sha256(source.encode()).digest()
 
 
 def is_deterministic(body: dict[str, Any]) -> bool:

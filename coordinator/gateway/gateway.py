@@ -46,6 +46,7 @@ from coordinator.gateway.limits import Quotas
 from coordinator.gateway.records import Usage, UsageKey
 from coordinator.ingress import take_bodies
 from coordinator.metrics import Metrics
+from coordinator.promises import SERVICE_HEADERS
 
 if TYPE_CHECKING:
     from coordinator.gateway.usage import Ledger
@@ -281,7 +282,7 @@ class _Exchange:
         body = await read_json(Request(self._scope, receive), gateway.max_body_bytes)
         again = replay(encode(body), receive)
         if key is not None:
-            fingerprint = fingerprint_of(self._endpoint, body)
+            fingerprint = self._fingerprint(body)
             await self._once(gateway.idempotent, key, fingerprint, self._fresh(body, again), send)
         else:
             await self._fresh(body, again)(send)
@@ -306,12 +307,18 @@ class _Exchange:
                 await self._app(self._scope, receive, to)
 
             if self._gateway.settings.response_cache and is_deterministic(body):
-                fingerprint = fingerprint_of(self._endpoint, body)
+                fingerprint = self._fingerprint(body)
                 await self._cached(fingerprint, call, send)
             else:
                 await call(send)
 
         return run
+
+    def _fingerprint(self, body: dict[str, Any]) -> bytes:
+        """With the headers that the routes read: what came of a request says nothing of one that they refuse."""
+        context = self._context
+        asked = [context.headers.get(name) for name in SERVICE_HEADERS]
+        return fingerprint_of(self._endpoint, body, [*asked, context.caller.is_batch])
 
     async def _once(
         self,

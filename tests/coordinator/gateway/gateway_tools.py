@@ -34,12 +34,14 @@ async def gateway_service(
     folder: Path,
     server: dict[str, Any] | None = None,
     root_path: str = "",
+    slo: dict[str, Any] | None = None,
     **settings: Any,
 ) -> AsyncIterator[GatewayService]:
     """`settings`: the gateway's. Leaves only when no request runs and no task of the gateway is left."""
     settings = {"state_dir": str(folder), **settings}
     backend, drain = FakeBackend(script), Drain()
-    app = make_app(make_config(gateway=settings, server=server or {}), TEXT, backend, drain=drain)
+    config = make_config(gateway=settings, server=server or {}, slo=slo or {})
+    app = make_app(config, TEXT, backend, drain=drain)
     transport = httpx.ASGITransport(PlainErrors(app), root_path=root_path)  # as Serve puts it around
     async with app.state.gateway.running(app):
         async with httpx.AsyncClient(transport=transport, base_url="http://baton") as client:

@@ -90,5 +90,11 @@ def test_deterministic_is_what_must_come_out_again(body: dict[str, Any], expecte
 
 
 def test_the_order_of_keys_does_not_matter_and_everything_else_does() -> None:
-    assert fingerprint_of("/a", {"x": 1, "y": 2}) == fingerprint_of("/a", {"y": 2, "x": 1})
-    assert len({fingerprint_of(p, b) for p in ("/a", "/b") for b in ({"x": 1}, {"x": 1.5}, {"x": "1"})}) == 6
+    assert fingerprint_of("/a", {"x": 1, "y": 2}, []) == fingerprint_of("/a", {"y": 2, "x": 1}, [])
+    found = {
+        fingerprint_of(path, body, beside)
+        for path in ("/a", "/b")
+        for body in ({"x": 1}, {"x": 1.5}, {"x": "1"})
+        for beside in ([None, "batch"], ["batch", None])
+    }
+    assert len(found) == 12

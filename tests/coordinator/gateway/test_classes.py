@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from contracts.service import Service
@@ -61,6 +62,49 @@ async def test_what_is_unknown_is_refused_by_name_before_any_work(
         assert response.status_code == 400
         assert error_of(response)["message"].startswith(message)
         assert not s.backend.requests
+
+
+BAD_HEADERS = [
+    ({"x-baton-class": "gold"}, 400),
+    ({"x-baton-class": "best_effort"}, 403),
+    ({"x-baton-ttft-ms": "soon"}, 400),
+    ({"x-baton-ttft-ms": "1"}, 400),
+    ({"x-baton-itl-ms": "nan"}, 400),
+    ({"x-request-timeout": "-1"}, 400),
+    ({"content-type": "text/plain"}, 400),
+    ({"content-encoding": "gzip"}, 400),
+]
+
+
+@pytest.mark.parametrize(("headers", "status"), BAD_HEADERS)
+async def test_a_kept_answer_is_no_way_around_a_header_that_is_refused(
+    headers: dict[str, str], status: int, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"response_cache": True, "classes": ["interactive", "batch"]}
+    body = CHAT | {"temperature": 0}
+    async with gateway_service(folder=tmp_path, slo=SLO, **settings) as s:
+
+        async def ask(**headers: str) -> httpx.Response:
+            return await s.client.post("/v1/chat/completions", json=body, headers=headers)
+
+        for key in ({}, {"idempotency-key": "k"}):
+            assert [(await ask(**key)).status_code for _ in range(2)] == [200, 200]
+            assert (await ask(**key)).headers["x-baton-replay"] == ("idempotency" if key else "cache")
+            refused = await ask(**key, **headers)
+            # A key is for one request, and this is another one.
+            assert refused.status_code in ((400, status) if key else (status,)), refused.text
+            assert error_of(refused)["type"] in ("invalid_request_error", "permission_error")
+
+
+async def test_a_kept_answer_tells_the_tier_of_its_own_request(tmp_path: Path) -> None:
+    body = CHAT | {"temperature": 0, "service_tier": "auto"}
+    async with gateway_service(folder=tmp_path, slo=SLO, response_cache=True) as s:
+        for _ in range(2):
+            for service_class, tier in (("interactive", "default"), ("batch", "flex")):
+                headers = {"x-baton-class": service_class}
+                answer = await s.client.post("/v1/chat/completions", json=body, headers=headers)
+                assert answer.json()["service_tier"] == tier
+        assert len(s.backend.requests) == 2
 
 
 @pytest.mark.parametrize(
