@@ -43,6 +43,7 @@ from coordinator.errors_http import (
     json_response,
     log_fault,
 )
+from coordinator.fields import shown
 from coordinator.gateway.context import CURRENT
 from coordinator.gateway.gateway import Gateway
 from coordinator.gateway.meter import MeteredBackend
@@ -53,7 +54,7 @@ from coordinator.outputs import Outputs
 from coordinator.promises import tier_of
 from coordinator.prompts import Prompt, chat_prompt, completion_prompts, read_messages, read_prompts
 from coordinator.responses import chat_body, check_logprobs, mirror, named_as_responses
-from coordinator.schema import Params, parse_chat, parse_completion, shown
+from coordinator.schema import Params, parse_chat, parse_completion
 from coordinator.shape import Shape, behind_prompt, chat_shape, check_grammar, completion_shape
 from coordinator.tokenize import detokenize, tokenize
 from coordinator.tools import read_tools

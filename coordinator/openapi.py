@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from coordinator.errors_http import json_response
-from coordinator.gateway.jobs import ENDPOINTS
-from coordinator.schema import ChatParams, CompletionParams
+from coordinator.gateway.jobs import BatchParams
+from coordinator.schema import ChatParams, CompletionParams, Notes
 
 _REF = "#/components/schemas/{model}"
 _ANY_OBJECT = {"type": "object"}
@@ -152,6 +152,9 @@ def document(version: str) -> dict[str, Any]:
 
 
 def _schemas() -> dict[str, Any]:
+    notes = {
+        name: part for name, part in Notes.model_json_schema()["properties"].items() if name != "verbosity"
+    }
     return {
         "Error": _ERROR,
         "Chat": _body(ChatParams, {"messages": _MESSAGES, **_TOOLS, **_SHAPES}, ["messages"]),
@@ -168,6 +171,7 @@ def _schemas() -> dict[str, Any]:
                 "text": _ANY_OBJECT,
                 "reasoning": _ANY_OBJECT,
                 **_TOOLS,
+                **notes,
             },
         },
         "File": {
@@ -175,16 +179,7 @@ def _schemas() -> dict[str, Any]:
             "required": ["purpose", "file"],
             "properties": {"purpose": {"enum": ["batch"]}, "file": {"type": "string", "format": "binary"}},
         },
-        "Batch": {
-            "type": "object",
-            "required": ["input_file_id", "endpoint", "completion_window"],
-            "properties": {
-                "input_file_id": _TEXT,
-                "endpoint": {"enum": list(ENDPOINTS)},
-                "completion_window": {"enum": ["24h"]},
-                "metadata": {"type": "object", "additionalProperties": _TEXT},
-            },
-        },
+        "Batch": BatchParams.model_json_schema(),
         "Tokenize": {"type": "object", "properties": {"prompt": _PROMPT, "messages": _MESSAGES}},
         "Detokenize": {
             "type": "object",

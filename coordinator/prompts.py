@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from contracts.errors import ContextLengthError, RequestError, UnsupportedError
-from coordinator.schema import ChatParams, CompletionParams, shown
+from coordinator.fields import shown
+from coordinator.schema import ChatParams, CompletionParams
 from coordinator.tools import Tools, told_in_text
 from engine.text.tokenizer import TextModel
 
 MAX_MESSAGES = 10_000
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_REFUSED = {"function_call": "not supported; use tool_calls", "audio": "only text is supported"}
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -147,10 +149,11 @@ def read_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
         raise RequestError(
             f"messages: expected at most {MAX_MESSAGES} but got {len(messages)}", param="messages"
         )
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return [read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
+def read_message(message: Any, where: str) -> dict[str, Any]:
+    """One message, as `read_messages`; `where` it stands is what an error begins with."""
     if not isinstance(message, dict):
         raise RequestError(f"{where}: expected an object but got {shown(message)}", param="messages")
     role = message.get("role")
@@ -159,16 +162,20 @@ def _message(message: Any, where: str) -> dict[str, Any]:
             f"{where}.role: expected one of {', '.join(_ROLES)} but got {shown(role)}", param="messages"
         )
     result: dict[str, Any] = {"role": "system" if role == "developer" else role}
-    for key in ("name", "tool_call_id", "reasoning_content"):
+    for key, why in _REFUSED.items():
+        if message.get(key) is not None:
+            raise UnsupportedError(f"{where}.{key}: {why}", param="messages")
+    for key in ("name", "tool_call_id", "reasoning_content", "refusal"):
         value = message.get(key)
         if value is not None and not isinstance(value, str):
             raise RequestError(f"{where}.{key}: expected text but got {shown(value)}", param="messages")
         if value is not None:
             result[key] = value
-    calls = message.get("tool_calls")
+    calls = _tool_calls(message.get("tool_calls"), where)
     if calls:
-        result["tool_calls"] = _tool_calls(calls, where)
-    content = message.get("content")
+        result["tool_calls"] = calls
+    refusal = result.pop("refusal", None)
+    content = refusal if message.get("content") is None else message["content"]
     if content is None and role not in ("assistant", "tool", "function"):
         raise RequestError(f"{where}.content: expected text but got none", param="messages")
     result["content"] = "" if content is None else _content(content, where)
@@ -206,6 +213,8 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
     Malformed arguments become {}: a model wrote them, and the turn must go on.
     """
+    if calls is None:
+        return []
     if not isinstance(calls, list):
         raise RequestError(f"{where}.tool_calls: expected a list but got {shown(calls)}", param="messages")
     found = []
@@ -213,6 +222,10 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestError(f"{where}.tool_calls[{i}]: expected a function with a name", param="messages")
+        if call.get("type") not in (None, "function") or not isinstance(call.get("id"), str | None):
+            raise RequestError(
+                f"{where}.tool_calls[{i}]: expected text as id, and function as type", param="messages"
+            )
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
@@ -221,7 +234,7 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
                 arguments = {}
         found.append(
             {
-                "id": str(call.get("id") or ""),
+                "id": call.get("id") or "",
                 "type": "function",
                 "function": {
                     "name": function["name"],

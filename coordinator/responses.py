@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from contracts.errors import RequestError, UnsupportedError
+from coordinator.fields import refuse, refuse_misspelt, refuse_misspelt_within, shown
+from coordinator.prompts import read_message
 from coordinator.reading import Reading
-from coordinator.schema import REFUSED, ChatParams, refuse, refuse_misspelt, shown
+from coordinator.schema import REFUSED, ChatParams, Notes
 
 _SAME = (
     "model", "temperature", "top_p", "stream", "parallel_tool_calls", "seed", "stop", "min_p", "top_k", "cache_salt",
@@ -21,7 +23,8 @@ _SAME = (
     "modalities", "stop_token_ids", "structured_outputs", "chat_template_kwargs", "include_reasoning",
     "allowed_token_ids", "bad_words", "include_stop_str_in_output", "skip_special_tokens", "guided_json",
     "guided_regex", "guided_choice", "guided_grammar", "guided_json_object", "guided_whitespace_pattern",
-    "service_tier", "top_logprobs", *REFUSED,
+    "service_tier", "top_logprobs", "stream_options", "store", "metadata", "user", "safety_identifier",
+    "prompt_cache_key", *REFUSED,
 )  # fmt: skip
 # A chat's, and no field here: to drop one would answer something else than was asked.
 _FOREIGN: dict[str, tuple[Any, ...]] = {
@@ -36,15 +39,18 @@ _UNBUILT: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",), "max_tool_calls": (),
 }  # fmt: skip
 _OWN = ("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning", "include")
-_INERT = ("store", "metadata", "user", "stream_options", "safety_identifier", "prompt_cache_key")
-_FIELDS = frozenset((*_SAME, *_OWN)) - REFUSED.keys()
-_KNOWN = frozenset((*_SAME, *_OWN, *_INERT, *_STORED, *_UNBUILT, *_FOREIGN))
+_FIELDS = frozenset((*_SAME, *_OWN)) - REFUSED.keys() - Notes.model_fields.keys()
+_KNOWN = frozenset((*_SAME, *_OWN, *_STORED, *_UNBUILT, *_FOREIGN))
+# Of a chat's stream_options; usage comes with every response.
+_NOT_STREAMED = ("include_timings", "continuous_usage_stats")
+_SUMMARIES = ("auto", "concise", "detailed")
 _CHAT_NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "response_format": "text",
     "reasoning_effort": "reasoning",
+    "verbosity": "text",
 }
 _LOGPROBS = "message.output_text.logprobs"
 # The second is for whoever has the reasoning stored elsewhere; nothing is encrypted here.
@@ -61,6 +67,8 @@ def chat_body(body: dict[str, Any]) -> dict[str, Any]:
     chat = {name: body[name] for name in _SAME if body.get(name) is not None}
     chat["messages"] = _messages(body)
     chat["reasoning_effort"] = _effort(body.get("reasoning"))
+    chat["verbosity"] = _checked_text(body.get("text")).get("verbosity")
+    _check_stream_options(body.get("stream_options"))
     chat["max_completion_tokens"] = body.get("max_output_tokens")
     chat["tools"] = _tools(body.get("tools"))
     chat["tool_choice"] = _tool_choice(body.get("tool_choice"))
@@ -85,13 +93,14 @@ def named_as_responses() -> Iterator[None]:
     except RequestError as error:
         name = _CHAT_NAMES.get(error.param or "")
         if name is not None:
-            error.message, error.param = error.message.replace(str(error.param), name, 1), name
+            error.message = name + error.message.removeprefix(name).removeprefix(str(error.param))
+            error.param = name
         raise
 
 
 def mirror(body: dict[str, Any]) -> dict[str, Any]:
     """What an answer says of its request."""
-    text = body.get("text")
+    text = {key: value for key, value in (body.get("text") or {}).items() if value is not None}
     return {
         "instructions": body.get("instructions"),
         "max_output_tokens": body.get("max_output_tokens"),
@@ -101,7 +110,7 @@ def mirror(body: dict[str, Any]) -> dict[str, Any]:
         "reasoning": body.get("reasoning") or {"effort": None, "summary": None},
         "store": False,
         "temperature": body.get("temperature"),
-        "text": text if isinstance(text, dict) and text.get("format") else {"format": {"type": "text"}},
+        "text": {"format": {"type": "text"}, **text},
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
         "top_logprobs": body.get("top_logprobs") or 0,
@@ -133,18 +142,27 @@ def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
         )
     if kind == "reasoning":
         return
+    call_id = item.get("call_id")
+    for key, value in (("call_id", call_id), ("name", item.get("name"))):
+        if not isinstance(value, str | None):
+            raise RequestError(f"{where}.{key}: expected text but got {shown(value)}", param="input")
     if kind == "function_call":
-        call = {"id": item.get("call_id"), "type": "function", "function": _picked(item, "name", "arguments")}
-        if messages and messages[-1].get("tool_calls"):  # calls of one turn are one message
-            messages[-1]["tool_calls"].append(call)
-        else:
-            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        call = {"id": call_id, "type": "function", "function": _picked(item, "name", "arguments")}
+        message = {"role": "assistant", "content": None, "tool_calls": [call]}
     elif kind == "function_call_output":
-        message = {"role": "tool", "content": item.get("output")}
-        call_id = item.get("call_id")
-        messages.append({**message, "tool_call_id": call_id} if call_id is not None else message)
+        if item.get("output") is None:
+            raise RequestError(
+                f"{where}.output: expected text or a list of parts but got none", param="input"
+            )
+        message = {"role": "tool", "content": item["output"], "tool_call_id": call_id}
     else:
-        messages.append(_picked(item, "role", "content"))
+        message = _picked(item, "role", "content")
+    with named_as_responses():  # it is read again as a chat's, which knows nothing of places in the input
+        read_message(message, where)
+    if kind == "function_call" and messages and messages[-1].get("tool_calls"):
+        messages[-1]["tool_calls"] += message["tool_calls"]  # calls of one turn are one message
+    else:
+        messages.append(message)
 
 
 def _picked(item: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -176,24 +194,48 @@ def _tool_choice(value: Any) -> Any:
 def _effort(value: Any) -> Any:
     if not isinstance(value, dict | None):
         raise RequestError(f"reasoning: expected an object but got {shown(value)}", param="reasoning")
-    return (value or {}).get("effort")
+    given = value or {}
+    refuse_misspelt_within(given, ("effort", "summary", "generate_summary"), "reasoning")
+    for name in ("summary", "generate_summary"):
+        if given.get(name) not in (None, *_SUMMARIES):
+            raise RequestError(
+                f"reasoning.{name}: expected one of {', '.join(_SUMMARIES)} but got {shown(given[name])}",
+                param="reasoning",
+            )
+    return given.get("effort")
+
+
+def _checked_text(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict | None):
+        raise RequestError(f"text: expected an object but got {shown(value)}", param="text")
+    refuse_misspelt_within(value, ("format", "verbosity"), "text")
+    return value or {}
+
+
+def _check_stream_options(value: Any) -> None:
+    for name in _NOT_STREAMED if isinstance(value, dict) else ():
+        if value.get(name):
+            raise UnsupportedError(
+                f"stream_options.{name}: no field of /v1/responses", param="stream_options"
+            )
 
 
 def _format(value: Any) -> Any:
-    if value is None:
-        return None
-    kind = value.get("format") if isinstance(value, dict) else value
+    kind = _checked_text(value).get("format")
     if kind is None:
         return None
     if not isinstance(kind, dict):
         raise RequestError(f"text.format: expected an object but got {shown(kind)}", param="text")
     if kind.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": _picked(kind, "name", "schema", "strict")}
+        if kind.get("schema") is None:
+            raise RequestError("text.format.schema: expected a JSON Schema but got none", param="text")
+        named = {key: value for key, value in kind.items() if key != "type"}
+        return {"type": "json_schema", "json_schema": named}
     return {"type": kind.get("type")}
 
 
 def _wants_logprobs(body: dict[str, Any]) -> bool:
-    included = body.get("include") or []
+    included = [] if body.get("include") is None else body["include"]
     if not isinstance(included, list):
         raise RequestError(f"include: expected a list but got {shown(included)}", param="include")
     for name in included:

@@ -1,35 +1,31 @@
 """A client's body as typed parameters: what is built, in range; what is not built, refused by name.
 
-Three kinds of fields:
+Four kinds of fields:
 
     known      validated here, true being no 1 and "1" no number; null means absent, as every client assumes
-    refused    known to the world, not built, and dropping it would change the answer: UnsupportedError naming
-    it anything   accepted and ignored, because real clients send extras (`user`, `metadata`, `store`, …), unless it
-                  looks like a known field misspelt, whose loss would change the answer
+    notes      nothing comes of them (`user`, `metadata`, `store`, …); validated like the known ones
+    refused    known to the world, not built, and dropping it would change the answer: UnsupportedError naming it
+    anything   accepted and ignored, because real clients send extras, unless it looks like a known field misspelt,
+               whose loss would change the answer
 
 Messages and prompts have too many forms for a schema with readable errors; prompts.py reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from difflib import get_close_matches
 from functools import cache
-from itertools import islice
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
 from contracts.errors import RequestError, UnsupportedError
+from coordinator.fields import read_model, refuse, refuse_misspelt, refuse_misspelt_within
 from coordinator.promises import Tier
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000
 MAX_TOP_LOGPROBS = 20
 MAX_MASKED = 128 * 1024
-_MAX_SHOWN = 60
-_MAX_SPELLED = 64
-_LIKENESS = 0.85  # `stops` is like `stop`, `top_a` is not like `top_p`
 _READ_ELSEWHERE = (
     "messages", "prompt", "tools", "tool_choice", "parallel_tool_calls", "modalities", "response_format",
     "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object",
@@ -46,19 +42,38 @@ TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Word = Annotated[str, Field(min_length=1, max_length=200)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
 
 
 class StreamOptions(BaseModel):
-    """`include_obfuscation` and unknown keys are ignored. `include_timings`: see Params."""
+    """`include_obfuscation` is ignored. `include_timings`: see Params."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
+    include_obfuscation: bool | None = None
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_timings: bool | None = None
 
 
-class Params(BaseModel):
+class Notes(BaseModel):
+    """What a client says for records, and hints. Nothing comes of them, but they are what they should be."""
+
+    model_config = ConfigDict(
+        extra="ignore", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    user: str | None = None
+    metadata: Metadata | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Params(Notes):
     """What both endpoints share. None: the model's or OpenAI's default.
 
     `include_timings`, here or in `stream_options`, is Baton's own: it adds to the usage (a stream then ends with one)
@@ -68,10 +83,6 @@ class Params(BaseModel):
     of the output that took longest; see contracts.request.Timings. `handoff` may be null, and the whole is null
     where a stop string ended an output or nothing was generated.
     """
-
-    model_config = ConfigDict(
-        extra="ignore", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
-    )
 
     model: str | None = Field(None, max_length=512)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -306,11 +317,9 @@ def parse_completion(body: dict[str, Any]) -> CompletionParams:
 
 def _validated(kind: type[AnyParams], body: dict[str, Any]) -> AnyParams:
     _refuse_unbuilt(body)
-    refuse_misspelt(body, kind.model_fields, _known_fields(kind))
-    try:
-        params = kind.model_validate(body)
-    except ValidationError as error:
-        raise _explained(error) from None
+    refuse_misspelt(body, _answering_fields(kind), _known_fields(kind))
+    refuse_misspelt_within(body.get("stream_options"), StreamOptions.model_fields, "stream_options")
+    params = read_model(kind, body)
     if body.get("stream_options") and not params.stream:
         raise RequestError("stream_options: expected stream=true beside it", param="stream_options")
     if params.prompt_logprobs is not None and params.stream:
@@ -321,14 +330,6 @@ def _validated(kind: type[AnyParams], body: dict[str, Any]) -> AnyParams:
             f"min_tokens: expected at most max_tokens={limit} but got {params.min_tokens}", param="min_tokens"
         )
     return params
-
-
-def refuse(body: dict[str, Any], inert: dict[str, tuple[Any, ...]], why: str) -> None:
-    """Raises UnsupportedError for the first of these fields that has another value than null and those in `inert`."""
-    for name, values in inert.items():
-        value = body.get(name)
-        if value is not None and not any(type(value) is type(item) and value == item for item in values):
-            raise UnsupportedError(f"{name}: {why}", param=name)
 
 
 def _refuse_unbuilt(body: dict[str, Any]) -> None:
@@ -343,27 +344,7 @@ def _known_fields(kind: type[Params]) -> frozenset[str]:
     return frozenset((*kind.model_fields, *REFUSED, *_READ_ELSEWHERE))
 
 
-def refuse_misspelt(body: dict[str, Any], fields: Collection[str], known: Collection[str]) -> None:
-    """Raises RequestError for what is not known and looks like one of `fields`."""
-    unknown = (key for key in body if key not in known)
-    for key in islice(unknown, _MAX_SPELLED):
-        if len(key) <= _MAX_SHOWN and (close := get_close_matches(key, fields, 1, _LIKENESS)):
-            raise RequestError(f"{key}: unknown field; did you mean {close[0]}?", param=key)
-
-
-def _explained(error: ValidationError) -> RequestError:
-    """The first problem, in one line; values are cut, a caller may have sent megabytes."""
-    detail = error.errors(include_url=False, include_context=False)[0]
-    path = detail["loc"]
-    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:_MAX_SHOWN]
-    message = detail["msg"][:1].lower() + detail["msg"][1:]
-    return RequestError(f"{where}: {message} but got {shown(detail['input'])}", param=str(path[0]))
-
-
-def shown(value: Any) -> str:
-    """A value for a message: short whatever it is, and without walking through a large one."""
-    if isinstance(value, dict | list):
-        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
-    if isinstance(value, str):
-        value = value[:_MAX_SHOWN]
-    return repr(value)[:_MAX_SHOWN]
+@cache
+def _answering_fields(kind: type[Params]) -> frozenset[str]:
+    """Those that an answer depends on."""
+    return frozenset(kind.model_fields.keys() - Notes.model_fields.keys())

@@ -13,9 +13,10 @@ from typing import Any
 
 from contracts.errors import RequestError, UnsupportedError
 from coordinator.body import parse_object
+from coordinator.fields import refuse_misspelt_within, shown
 from coordinator.json_schema import inexact_in
 from coordinator.reading import THINK, THINK_END, Reading
-from coordinator.schema import ChatParams, shown
+from coordinator.schema import ChatParams
 from coordinator.tools import MAX_DEPTH, Tools, call_grammar, format_of, strict_grammar
 from engine.text.grammar import (
     choice_grammar,
@@ -28,6 +29,7 @@ from engine.text.trial import GrammarTrial
 
 MAX_CHOICES = 10_000
 _STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
+_VALUES = ("const", "enum", "default", "examples")  # of a schema: no schemas, whatever they look like
 _WRITING = (
     "disable_fallback",
     "disable_any_whitespace",
@@ -140,12 +142,16 @@ def _response_format(value: Any) -> Shape | None:
                 f"response_format.json_schema: expected a name and a schema but got {shown(named)}",
                 param=param,
             )
-        if not isinstance(named.get("strict"), bool | None):
-            raise RequestError(
-                f"response_format.json_schema.strict: expected true or false but got {shown(named['strict'])}",
-                param=param,
-            )
-        return Shape(_schema(named.get("schema", {}), param, _Writing()), param)
+        refuse_misspelt_within(
+            named, ("name", "description", "schema", "strict"), f"{param}.json_schema", param
+        )
+        for key, kinds, expected in (("strict", bool, "true or false"), ("description", str, "text")):
+            if not isinstance(named.get(key), kinds | None):
+                raise RequestError(
+                    f"{param}.json_schema.{key}: expected {expected} but got {shown(named[key])}", param=param
+                )
+        schema = {} if named.get("schema") is None else named["schema"]
+        return Shape(_schema(schema, param, _Writing()), param)
     if kind in ("structural_tag", "grammar"):
         raise UnsupportedError(f"response_format: {kind} is not supported by this server", param=param)
     raise RequestError(
@@ -160,7 +166,7 @@ def _structured(value: Any) -> Shape | None:
         return None
     if not isinstance(value, dict):
         raise RequestError(f"{param}: expected an object but got {shown(value)}", param=param)
-    given = {key: item for key, item in value.items() if item not in (None, False)}
+    given = _given(value, "json_object", *_WRITING)
     for key in given:
         if key not in (*_STRUCTURES, *_WRITING):
             raise UnsupportedError(f"{param}.{shown(key)}: not supported by this server", param=param)
@@ -176,7 +182,7 @@ def _structured(value: Any) -> Shape | None:
 
 def _guided(body: dict[str, Any]) -> Shape | None:
     """The same by vLLM's older names, which many clients still send."""
-    given = [name for name in _GUIDED if body.get(name) not in (None, False)]
+    given = list(_given({name: body.get(name) for name in _GUIDED}, "guided_json_object"))
     whitespace = body.get("guided_whitespace_pattern")
     if not given:
         if whitespace is not None:
@@ -209,9 +215,16 @@ class _Field:
         return RequestError(f"{self.name}: expected {what} but got {shown(value)}", param=self.param)
 
 
+def _given(value: dict[str, Any], *flags: str) -> dict[str, Any]:
+    """What is there: not null, and no flag that is off."""
+    return {
+        key: item for key, item in value.items() if item is not None and not (item is False and key in flags)
+    }
+
+
 def _writing(given: dict[str, Any], param: str) -> _Writing:
     for key in ("disable_any_whitespace", "disable_additional_properties", "disable_fallback"):
-        if given.get(key) not in (None, True):
+        if given.get(key, True) is not True:
             raise RequestError(f"{param}.{key}: expected true or false", param=param)
     whitespace = given.get("whitespace_pattern")
     if not isinstance(whitespace, str | None):
@@ -264,8 +277,10 @@ def _closed(schema: Any) -> Any:
         return [_closed(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    inner = {key: _closed(value) for key, value in schema.items()}
-    return {"additionalProperties": False, **inner} if schema.get("type") == "object" else inner
+    inner = {key: value if key in _VALUES else _closed(value) for key, value in schema.items()}
+    kinds = schema.get("type")
+    is_object = kinds == "object" or (isinstance(kinds, list) and "object" in kinds)
+    return {"additionalProperties": False, **inner} if is_object else inner
 
 
 def _is_deeper(value: Any, limit: int) -> bool:

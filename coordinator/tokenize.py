@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from contracts.errors import RequestError
+from coordinator.fields import shown
 from coordinator.prompts import chat_prompt, completion_prompts, read_messages, read_prompts
-from coordinator.schema import parse_chat, parse_completion, shown
+from coordinator.schema import parse_chat, parse_completion
 from coordinator.tools import read_tools
 from engine.text.tokenizer import TextModel
 

@@ -26,14 +26,15 @@ from coordinator.call_readers import (
     MistralReader,
 )
 from coordinator.calls import CallReader
+from coordinator.fields import refuse_misspelt_within, shown
 from coordinator.json_schema import fault_in, inexact_in
-from coordinator.schema import shown
 from engine.text.grammar import inline_json, lark_grammar
 from engine.text.tokenizer import TextModel
 
 MAX_TOOLS = 128
 MAX_DEPTH = 64  # of a schema
 MAX_CALLS = 16  # that a grammar allows in one answer
+_FUNCTION = ("name", "description", "parameters", "strict")
 _NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,128}")
 
 Choice = Literal["none", "auto", "required", "named"]
@@ -117,6 +118,7 @@ def _tool(item: Any, where: str) -> Tool:
     function = item.get("function")
     if not isinstance(function, dict):
         raise RequestError(f"{where}.function: expected an object but got {shown(function)}", param="tools")
+    refuse_misspelt_within(function, _FUNCTION, f"{where}.function", "tools")
     name, description = function.get("name"), function.get("description")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RequestError(

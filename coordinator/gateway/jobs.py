@@ -11,8 +11,9 @@ import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
+from pydantic import BaseModel, ConfigDict
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -24,6 +25,7 @@ from contracts.errors import PayloadTooLarge, PermissionDenied, RequestError, Un
 from coordinator.body import read_json
 from coordinator.drain import Drain
 from coordinator.errors_http import json_response
+from coordinator.fields import read_model, refuse, refuse_misspelt
 from coordinator.gateway.context import CALLER, Caller
 from coordinator.gateway.gate import Gate
 from coordinator.gateway.lines import LineRules
@@ -31,15 +33,16 @@ from coordinator.gateway.records import COMPLETION_WINDOW_S, BatchRecord, FileRe
 from coordinator.gateway.runner import Runner
 from coordinator.gateway.threads import Threads
 from coordinator.metrics import Metrics
+from coordinator.schema import Metadata
 
 if TYPE_CHECKING:
     from coordinator.gateway.store import JobStore
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+ENDPOINTS: tuple[str, ...] = get_args(Endpoint)
 _UPLOAD_TIMEOUT_S = 600.0
 _CHUNK_BYTES = 1 << 16
 _MULTIPART_BYTES = 1 << 16  # what surrounds the file in an upload
-_MAX_METADATA = 16
 _MAX_LIST = 100
 
 Result = TypeVar("Result")
@@ -139,9 +142,8 @@ class Jobs:
     async def create_batch(self, request: Request) -> Response:
         self._drain.check()
         store, caller = await self._ready(request), cast(Caller, request.scope[CALLER])
-        body = await read_json(request, self._config.server.max_body_bytes)
-        _check_batch(body)
-        source = await self._threads.run(store.file, caller.tenant, body["input_file_id"])
+        asked = _read_batch(await read_json(request, self._config.server.max_body_bytes))
+        source = await self._threads.run(store.file, caller.tenant, asked.input_file_id)
         if source.purpose != "batch":
             raise RequestError("input_file_id: expected a file of purpose 'batch'", param="input_file_id")
         now = int(time.time())
@@ -149,9 +151,9 @@ class Jobs:
             id=new_id("batch_"),
             tenant=caller.tenant,
             key_id=caller.key_id,
-            endpoint=body["endpoint"],
+            endpoint=asked.endpoint,
             input_file_id=source.id,
-            metadata=json.dumps(body.get("metadata")),
+            metadata=json.dumps(asked.metadata),
             status="validating",
             created_at=now,
             expires_at=now + COMPLETION_WINDOW_S,
@@ -249,24 +251,22 @@ def _clean(filename: str | None) -> str:
     return "".join(c for c in name if c.isprintable())[:255] or "upload.jsonl"
 
 
-def _check_batch(body: dict[str, Any]) -> None:
-    if not isinstance(body.get("input_file_id"), str):
-        raise RequestError("input_file_id: expected the id of a file", param="input_file_id")
-    if body.get("endpoint") not in ENDPOINTS:
-        raise RequestError(f"endpoint: expected one of {', '.join(ENDPOINTS)}", param="endpoint")
-    if body.get("completion_window") != "24h":
-        raise RequestError("completion_window: expected '24h'", param="completion_window")
-    if body.get("output_expires_after") is not None:
-        raise UnsupportedError("output_expires_after: not supported", param="output_expires_after")
-    metadata = body.get("metadata")
-    is_good = isinstance(metadata, dict | None) and all(
-        len(key) <= 64 and isinstance(value, str) and len(value) <= 512
-        for key, value in (metadata or {}).items()
-    )
-    if not is_good or len(metadata or {}) > _MAX_METADATA:
-        raise RequestError(
-            f"metadata: expected at most {_MAX_METADATA} short texts by name", param="metadata"
-        )
+class BatchParams(BaseModel):
+    """`POST /v1/batches`."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+
+    input_file_id: str
+    endpoint: Endpoint
+    completion_window: Literal["24h"]
+    metadata: Metadata | None = None
+
+
+def _read_batch(body: dict[str, Any]) -> BatchParams:
+    """Raises RequestError naming the field that is wrong."""
+    refuse(body, {"output_expires_after": ()}, "not supported")
+    refuse_misspelt(body, BatchParams.model_fields, {*BatchParams.model_fields, "output_expires_after"})
+    return read_model(BatchParams, body)
 
 
 def _page(request: Request) -> tuple[int, str | None]:

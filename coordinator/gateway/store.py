@@ -312,7 +312,10 @@ class JobStore:
         if purpose is not None:
             query = query.where(table.c.purpose == purpose)
         if after is not None:
-            last = select(seq).where(table.c.id == after, table.c.tenant == tenant).scalar_subquery()
+            found = self._rows(query.where(table.c.id == after))
+            if not found:
+                raise RequestError(f"after: expected an id of the list but got {after[:80]!r}", param="after")
+            last = select(seq).where(table.c.id == after).scalar_subquery()
             query = query.where(seq > last if is_rising else seq < last)
         return self._rows(query.order_by(seq.asc() if is_rising else seq.desc()).limit(limit + 1))
 

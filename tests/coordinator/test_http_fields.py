@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from contracts.request import PromptLogprob, Token
-from coordinator.schema import REFUSED, ChatParams, CompletionParams
+from coordinator.schema import REFUSED, ChatParams, CompletionParams, Notes
 from tests.coordinator.fake_backend import EOS
 from tests.coordinator.http_tools import TEXT, Service, error_of, service
 from tests.engine.text.builders import CHATML, make_text
@@ -235,7 +235,10 @@ async def test_what_asks_for_nothing_is_taken_and_changes_nothing(field: str, va
 
 def test_no_known_field_is_missing_from_the_list() -> None:
     for path, kind in (("/v1/chat/completions", ChatParams), ("/v1/completions", CompletionParams)):
-        assert kind.model_fields.keys() <= WORKS[path].keys() | REFUSED_VALUES.keys()
+        assert (
+            kind.model_fields.keys() - Notes.model_fields.keys() <= WORKS[path].keys() | REFUSED_VALUES.keys()
+        )
+    assert Notes.model_fields.keys() <= INERT.keys()
     assert REFUSED.keys() <= REFUSED_VALUES.keys()
 
 

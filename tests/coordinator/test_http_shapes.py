@@ -107,6 +107,10 @@ async def test_how_json_is_written_can_be_said() -> None:
         closed = {"json": schema, "disable_additional_properties": True}
         assert not obeys(await sent_grammar(s, structured_outputs=closed), '{"a": {"c": 1}}')
         assert obeys(await sent_grammar(s, structured_outputs=closed), '{"a": {"b": 1}}')
+        closed["json"] = {"const": {"type": "object"}}
+        assert obeys(await sent_grammar(s, structured_outputs=closed), '{"type": "object"}')
+        closed["json"] = {"type": ["object", "null"], "properties": {"b": {"type": "integer"}}}
+        assert not obeys(await sent_grammar(s, structured_outputs=closed), '{"c": 1}')
 
 
 async def test_completions_have_structure_too() -> None:
