@@ -8,6 +8,8 @@ Compiling runs in a process of its own with a bound on size, depth and time; see
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,11 +82,12 @@ def chat_shape(body: dict[str, Any], params: ChatParams, tools: Tools | None, te
         if shape.grammar:
             raise RequestError(f"{shape.param}: expected no tools beside it", param=shape.param)
         form = format_of(text)
-        if tools.is_forced:
-            shape, is_free = Shape(call_grammar(tools, form, text), "tools"), False
-        elif tools.is_strict:
-            shape = Shape(strict_grammar(tools, form, text, (THINK, THINK_END)), "tools")
-            is_free = form.mark is not None
+        with _named("tools"):
+            if tools.is_forced:
+                shape, is_free = Shape(call_grammar(tools, form, text), "tools"), False
+            elif tools.is_strict:
+                shape = Shape(strict_grammar(tools, form, text, (THINK, THINK_END)), "tools")
+                is_free = form.mark is not None
         reading = Reading(
             make_reader=lambda: form.reader(tools),
             is_single=not tools.is_parallel,
@@ -115,10 +118,17 @@ async def check_grammar(shape: Shape, trial: GrammarTrial) -> None:
     """Raises RequestError naming the field if no output could follow the grammar, OverloadedError as the trial does."""
     if not shape.grammar:
         return
-    try:
+    with _named(shape.param or ""):
         await trial.check(shape.grammar)
+
+
+@contextmanager
+def _named(param: str, name: str | None = None) -> Iterator[None]:
+    """What is wrong with a grammar, with the field that it came from. `name`: that field's, if it is not `param`."""
+    try:
+        yield
     except RequestError as error:
-        raise RequestError(f"{shape.param}: {error.message}", param=shape.param) from error
+        raise RequestError(f"{name or param}: {error.message}", param=param) from error
 
 
 def _special(text: TextModel, marks: tuple[str, ...]) -> frozenset[int]:
@@ -250,25 +260,22 @@ def _structure(kind: str, value: Any, field: _Field, writing: _Writing) -> str:
         raise field.expected("text", value)
     if kind == "regex":
         return regex_grammar(value)
-    try:
+    with _named(field.param, field.name):
         return ebnf_grammar(value)
-    except RequestError as error:
-        raise RequestError(f"{field.name}: {error.message}", param=field.param) from error
 
 
 def _schema(value: Any, param: str, writing: _Writing) -> str:
     if isinstance(value, str):
-        try:
+        with _named(param):
             value = parse_object(value.encode())
-        except RequestError as error:
-            raise RequestError(f"{param}: {error.message}", param=param) from error
     if not isinstance(value, dict):
         raise RequestError(f"{param}: expected a JSON Schema object but got {shown(value)}", param=param)
     if _is_deeper(value, MAX_DEPTH):
         raise RequestError(f"{param}: expected a schema of at most {MAX_DEPTH} levels", param=param)
     if (fault := inexact_in(value)) is not None:
         raise RequestError(f"{param}: {fault}", param=param)
-    return json_grammar(_closed(value) if writing.is_closed else value, writing.whitespace)
+    with _named(param):
+        return json_grammar(_closed(value) if writing.is_closed else value, writing.whitespace)
 
 
 def _closed(schema: Any) -> Any:

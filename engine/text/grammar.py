@@ -24,6 +24,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from numpy.typing import NDArray
 
 from contracts.errors import BatonError, EngineError, RequestError
+from engine.text.exact import exact
 from engine.text.tokenizer import TextModel
 
 MAX_SOURCE_BYTES = 256 * 1024
@@ -45,7 +46,8 @@ def json_grammar(schema: dict[str, Any], whitespace: str | None = None) -> str:
     if whitespace == "":
         del options["whitespace_pattern"]
         options["whitespace_flexible"] = False
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))  # type: ignore[arg-type]
+    source = json.dumps(exact(schema))
+    return str(LLMatcher.grammar_from_json_schema(source, overrides=options))  # type: ignore[arg-type]
 
 
 def regex_grammar(pattern: str) -> str:
@@ -73,7 +75,7 @@ def lark_grammar(text: str) -> str:
 
 def inline_json(schema: dict[str, Any]) -> str:
     """A schema as it stands inside `lark_grammar`."""
-    return "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
+    return "%json " + json.dumps({**exact(schema), "x-guidance": _JSON_OPTIONS})
 
 
 class GrammarState:

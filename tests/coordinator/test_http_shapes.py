@@ -133,6 +133,8 @@ HOSTILE: list[dict[str, Any]] = [
     {"type": "object", "properties": {"a": {"$ref": "#/$defs/missing"}}},
     {"$ref": "http://127.0.0.1:1/schema"},
     {"type": "string", "pattern": "(?!x)y"},
+    {"type": "string", "pattern": "[a--b]"},
+    {"type": "string", "format": "iri"},
     {"enum": []},
     {"not": {}},
     {"type": 5},
@@ -168,6 +170,15 @@ async def test_a_number_that_cannot_be_enforced_exactly_is_refused(schema: dict[
             error = error_of(await s.chat(**body))
             assert (error["param"], "2^53" in error["message"]) == (field, True), error
         assert not s.backend.requests
+
+
+async def test_a_pattern_of_a_call_that_would_mean_something_else_is_refused() -> None:
+    parameters = {"type": "object", "properties": {"a": {"pattern": "(?s)."}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    async with service() as s:
+        error = error_of(await s.chat(tools=[tool], tool_choice="required"))
+        assert (error["param"], error["message"][:15]) == ("tools", "tools: pattern:")
+        assert (await s.chat(tools=[tool])).status_code == 200  # told to the model, and not enforced
 
 
 async def test_a_grammar_that_crashes_its_compiler_is_the_callers_fault() -> None:
