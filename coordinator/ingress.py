@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from contracts.errors import BatonError, DeadlineError, Fault, NotFoundError, OverloadedError, RequestError
 from coordinator.errors_http import error_response
+from coordinator.uvicorn_forms import framed, say_in_openais_form
 
 _SERVES_OWN = "/-/"
 _BODIES = "baton.bodies"
@@ -57,7 +58,8 @@ def take_bodies(scope: Scope) -> None:
 
 
 def middlewares() -> list[Middleware]:
-    """For Serve, which puts them around every HTTP server of its own."""
+    """For Serve, which puts them around every HTTP server of its own, in the server's process."""
+    say_in_openais_form()
     return [Middleware(PlainErrors)]
 
 
@@ -71,6 +73,7 @@ class PlainErrors:
         if scope["type"] != "http" or scope["path"].startswith(_SERVES_OWN):
             await self._app(scope, receive, send)
             return
+        send = framed(scope, send)
         held: Message | None = None
 
         async def send_read(message: Message) -> None:

