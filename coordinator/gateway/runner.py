@@ -17,6 +17,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,11 @@ _RETRY_S = 1.0
 _MAX_RETRY_S = 30.0
 _LINES_AT_ONCE = 64
 _NOT_NOW = (429, 503)
+# How a batch may end before its lines do -> (code, message) of a line that has no answer.
+_GIVEN_UP = {
+    "expired": ("batch_expired", "the batch's completion window was over"),
+    "cancelled": ("batch_cancelled", "the batch was cancelled"),
+}
 
 
 class Runner:
@@ -106,7 +112,7 @@ class Runner:
             if batch.status == "cancelling" and batch.id in self._cancelled:
                 self._cancelled[batch.id].set()  # asked for at another replica
             elif batch.status == "cancelling" and batch.tenant in self._running:
-                await self._threads.run(self._store.finish, batch, "cancelled")  # it only waited for its turn
+                await self._threads.run(self._end_early, batch, "cancelled")  # it only waited for its turn
             if batch.tenant not in self._running:
                 task = asyncio.create_task(self._work(batch), name=f"batch-{batch.id}")
                 self._running[batch.tenant] = task
@@ -133,7 +139,7 @@ class Runner:
     async def _advance(self, batch: BatchRecord) -> None:
         """From whatever state it is in to its end, or to where the drain stops it."""
         store, path = self._store, self._store.path_of(batch.input_file_id)
-        rules = LineRules(batch.endpoint, self._rules.max_lines, self._rules.max_line_bytes)
+        rules = replace(self._rules, endpoint=batch.endpoint)
         if batch.status == "validating":
             num_lines, errors = await self._threads.run(check_lines, path, rules)
             if errors:
@@ -151,12 +157,12 @@ class Runner:
             await self._threads.run(store.move, batch.id, ["in_progress"], "finalizing")
             batch = await self._threads.run(store.batch, None, batch.id)
         if batch.status == "finalizing":
-            is_late = batch.num_completed + batch.num_failed < batch.num_total
-            if is_late:
-                await self._threads.run(self._expire_rest, batch, rules)
-            await self._threads.run(store.finish, batch, "expired" if is_late else "completed")
+            if batch.num_completed + batch.num_failed < batch.num_total:
+                await self._threads.run(self._end_early, batch, "expired")
+            else:
+                await self._threads.run(store.finish, batch, "completed")
         elif batch.status == "cancelling":
-            await self._threads.run(store.finish, batch, "cancelled")
+            await self._threads.run(self._end_early, batch, "cancelled")
 
     async def _run_lines(self, batch: BatchRecord, rules: LineRules) -> bool:
         """All lines without a result. True when there is none left, or no time, or the batch was cancelled."""
@@ -184,16 +190,23 @@ class Runner:
                 task.cancel()
             await asyncio.gather(stop, *tasks, return_exceptions=True)
 
-    def _expire_rest(self, batch: BatchRecord, rules: LineRules) -> None:
-        """A result for each line that has none: there was no time for it."""
-        done = self._store.done_lines(batch.id)
-        error = {"code": "batch_expired", "message": "the batch's completion window was over"}
-        late = [
-            LineResult(line.number, True, result_text(_line_id(), line.custom_id, None, error))
-            for line in read_lines(self._store.path_of(batch.input_file_id), rules)
-            if line.number not in done
-        ]
-        self._store.add_late(batch.id, late)
+    def _end_early(self, batch: BatchRecord, status: str) -> None:
+        """End the batch as `status`, with a result for each line that has none. Blocks."""
+        code, message = _GIVEN_UP[status]
+        error = {"code": code, "message": message}
+        rules = replace(self._rules, endpoint=batch.endpoint)
+        done, num_lines, late = self._store.done_lines(batch.id), 0, []
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # somebody has tidied up the folder: its lines are not known
+            lines = read_lines(self._store.path_of(batch.input_file_id), rules)
+            for line in islice(lines, rules.max_lines):  # nobody may have counted them yet
+                num_lines += 1
+                if line.number not in done:
+                    text = result_text(_line_id(), line.custom_id, None, error)
+                    late.append(LineResult(line.number, True, text))
+        self._store.add_late(batch.id, late, batch.num_total or num_lines)
+        self._store.finish(batch, status)
 
     async def _room(self, tasks: set[asyncio.Task[None]], stop: asyncio.Task[Any]) -> None:
         """Returns when one more line may wait at the gate, or the batch was cancelled."""
@@ -226,7 +239,7 @@ class Runner:
         response = {"status_code": status, "request_id": line_id, "body": json.loads(body)}
         is_error = status >= 400
         result = LineResult(line.number, is_error, result_text(line_id, line.custom_id, response))
-        now = await self._threads.run(self._store.add_result, batch.id, result)
+        now = await self._threads.run_through(self._store.add_result, batch.id, result)
         self._metrics.batch_line("failed" if is_error else "completed")
         if now == "cancelling":
             self._cancelled[batch.id].set()

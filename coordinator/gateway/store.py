@@ -230,13 +230,13 @@ class JobStore:
             status = connection.execute(select(BATCHES.c.status).where(BATCHES.c.id == batch_id))
             return str(status.scalar_one())
 
-    def add_late(self, batch_id: str, results: list[LineResult]) -> None:
-        """Keep results that count neither as completed nor as failed."""
-        if results:
-            with self._writing() as connection:
-                connection.execute(
-                    insert(RESULTS), [{"batch_id": batch_id, **asdict(each)} for each in results]
-                )
+    def add_late(self, batch_id: str, results: list[LineResult], num_total: int) -> None:
+        """Keep results that count neither as completed nor as failed. `num_total`: lines of the batch."""
+        with self._writing() as connection:
+            if results:
+                rows = [{"batch_id": batch_id, **asdict(each)} for each in results]
+                connection.execute(insert(RESULTS), rows)
+            connection.execute(update(BATCHES).where(BATCHES.c.id == batch_id).values(num_total=num_total))
 
     def done_lines(self, batch_id: str) -> set[int]:
         with self._reading() as connection:

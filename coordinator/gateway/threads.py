@@ -28,6 +28,17 @@ class Threads:
         """As asyncio.to_thread. Raises what `work` raises; RuntimeError after `close`."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, partial(work, *args, **kwargs))
 
+    async def run_through(
+        self, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result:
+        """As `run`; whoever is cancelled goes when the work is done, so that what comes next finds it done."""
+        running = asyncio.ensure_future(self.run(work, *args, **kwargs))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])
+            raise
+
     async def close(self) -> None:
         """Returns when all work is done, also what nobody waits for any more."""
         await asyncio.to_thread(self._pool.shutdown)

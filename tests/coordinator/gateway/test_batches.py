@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from starlette.types import ASGIApp
 from contracts.errors import EngineError, OverloadedError
 from contracts.request import GenerateRequest
 from coordinator.gateway import runner as runner_module
+from coordinator.gateway.records import LineResult
+from coordinator.gateway.store import JobStore
 from tests.coordinator.fake_backend import Step, reply
 from tests.coordinator.gateway.gateway_tools import GatewayService, bearer, gateway_service, write_keys
 from tests.coordinator.http_tools import MODEL, error_of
@@ -78,6 +81,13 @@ async def output(s: GatewayService, file_id: str) -> list[dict[str, Any]]:
     response = await s.client.get(f"/v1/files/{file_id}/content")
     assert response.status_code == 200
     return [json.loads(each) for each in response.text.splitlines()]
+
+
+async def given_up(s: GatewayService, batch: dict[str, Any]) -> list[tuple[str, str]]:
+    """(custom_id, code) of the lines in the error file, none of which has an answer."""
+    found = await output(s, batch["error_file_id"])
+    assert all(each["response"] is None and each["error"]["message"] for each in found)
+    return [(each["custom_id"], each["error"]["code"]) for each in found]
 
 
 async def test_a_batch_gives_each_line_its_answer_in_the_order_of_the_input(tmp_path: Path) -> None:
@@ -213,6 +223,7 @@ async def test_a_cancelled_batch_ends_at_once_and_keeps_what_is_done(tmp_path: P
         assert batch["status"] == "cancelled"
         assert batch["request_counts"] == {"total": 5, "completed": 1, "failed": 0}
         assert [each["custom_id"] for each in await output(s, batch["output_file_id"])] == ["r0"]
+        assert await given_up(s, batch) == [(f"r{i}", "batch_cancelled") for i in range(1, 5)]
         assert not s.backend.running
         again = await s.client.post(f"/v1/batches/{batch_id}/cancel")
         assert (again.status_code, again.json()["status"]) == (200, "cancelled")
@@ -233,7 +244,9 @@ async def test_a_batch_is_cancelled_while_it_waits_for_another(tmp_path: Path) -
         await s.backend.started.wait()
         second = await start(s, jsonl(line("b")))
         assert (await s.client.post(f"/v1/batches/{second}/cancel")).status_code == 200
-        assert (await ended(s, second))["status"] == "cancelled"
+        batch = await ended(s, second)
+        assert (batch["status"], batch["request_counts"]["total"]) == ("cancelled", 1)
+        assert await given_up(s, batch) == [("b", "batch_cancelled")]
         assert (await s.client.get(f"/v1/batches/{first}")).json()["status"] == "in_progress"
 
 
@@ -262,8 +275,54 @@ async def test_a_batch_that_was_to_be_cancelled_is_cancelled_after_a_restart(tmp
         assert s.gateway.jobs._opening is not None
         s.gateway.jobs._opening.result().move(batch_id, ["in_progress"], "cancelling")
     async with gateway_service(folder=tmp_path) as s:
-        assert (await ended(s, batch_id))["status"] == "cancelled"
+        batch = await ended(s, batch_id)
+        assert batch["status"] == "cancelled"
+        assert await given_up(s, batch) == [("a", "batch_cancelled")]
         assert not s.backend.requests
+
+
+async def test_a_result_that_is_being_written_when_the_batch_is_cancelled_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, released = threading.Event(), threading.Event()
+    plain = JobStore.add_result
+
+    def slow(store: JobStore, batch_id: str, result: LineResult) -> str:
+        entered.set()
+        assert released.wait(SOON_S)
+        return plain(store, batch_id, result)
+
+    monkeypatch.setattr(JobStore, "add_result", slow)
+    never = asyncio.Event()
+
+    def script(request: GenerateRequest) -> list[Step]:
+        return [72, 105] if bytes(request.prompt_ids) == b"0" else [never]
+
+    async with gateway_service(script, folder=tmp_path) as s:
+        batch_id = await start(s, jsonl(*(line(f"r{i}", str(i)) for i in range(2))))
+        assert await asyncio.to_thread(entered.wait, SOON_S)
+        assert (await s.client.post(f"/v1/batches/{batch_id}/cancel")).status_code == 200
+        released.set()
+        batch = await ended(s, batch_id)
+        assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 0}
+        assert [each["custom_id"] for each in await output(s, batch["output_file_id"])] == ["r0"]
+        assert await given_up(s, batch) == [("r1", "batch_cancelled")]
+
+
+@pytest.mark.parametrize("status", ["cancelling", "finalizing"])
+async def test_a_batch_whose_input_is_gone_ends_all_the_same(status: str, tmp_path: Path) -> None:
+    never = asyncio.Event()
+    async with gateway_service(lambda _: [never], folder=tmp_path) as s:
+        batch_id = await start(s, jsonl(line("a")))
+        await s.backend.started.wait()
+        assert s.gateway.jobs._opening is not None
+        s.gateway.jobs._opening.result().move(batch_id, ["in_progress"], status)
+    for file in (tmp_path / "files").iterdir():
+        file.unlink()
+    async with gateway_service(folder=tmp_path) as s:
+        expected = "cancelled" if status == "cancelling" else "expired"
+        assert (await ended(s, batch_id))["status"] == expected
+        assert (await ended(s, await start(s, jsonl(line("b")))))["status"] == "completed"
 
 
 async def test_an_overloaded_server_is_asked_again_and_a_failing_one_a_few_times(
@@ -294,10 +353,7 @@ async def test_a_batch_out_of_time_ends_with_what_it_has(
     async with gateway_service(folder=tmp_path) as s:
         batch = await ended(s, await start(s, jsonl(line("a"), line("b"))))
         assert (batch["status"], batch["request_counts"]["completed"]) == ("expired", 0)
-        expired = await output(s, batch["error_file_id"])
-        assert [(each["custom_id"], each["error"]["code"]) for each in expired] == [
-            ("a", "batch_expired"), ("b", "batch_expired"),
-        ]  # fmt: skip
+        assert await given_up(s, batch) == [("a", "batch_expired"), ("b", "batch_expired")]
 
 
 async def test_lines_give_way_to_callers(tmp_path: Path) -> None:
