@@ -36,7 +36,7 @@ def explain(detail: Any, sections: Mapping[str, Sequence[str]]) -> str:
 
 
 def _suggestion(loc: Sequence[int | str], sections: Mapping[str, Sequence[str]]) -> str:
-    """The known key that was probably meant: of the same section, else of the same name elsewhere."""
+    """The known key that was probably meant: of the same section, else of the same name elsewhere; else all there are."""
     *parents, leaf = map(str, loc)
     siblings = sections.get(parents[0], []) if parents else list(sections)
     if close := difflib.get_close_matches(leaf, siblings, 1):
@@ -44,4 +44,7 @@ def _suggestion(loc: Sequence[int | str], sections: Mapping[str, Sequence[str]])
     elsewhere = [(key, name) for name, keys in sections.items() for key in keys]
     if close := difflib.get_close_matches(leaf, [key for key, _ in elsewhere], 1):
         return f"; did you mean {' or '.join(f'{name}.{key}' for key, name in elsewhere if key == close[0])}?"
-    return ""
+    if len(parents) > 1:  # within a section's own mapping
+        return ""
+    known = ", ".join(siblings)
+    return f"; {parents[0]} has {known}" if parents else f"; the sections are {known}"

@@ -17,12 +17,15 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from click import ClickException
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.context import _get_global_client
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from contracts.config import BatonConfig, load_config
+from contracts.errors import ConfigError
 from contracts.heap import loading
 from contracts.messages import Role
 from coordinator.addresses import is_loopback_host
@@ -34,6 +37,14 @@ from decode.server import DecodeServer
 from prefill.server import PrefillServer
 
 MAX_HTTP_REQUESTS = 100_000
+_SHORT = ("config", "model")
+_HINT = " (model=PATH, config=FILE, or section.key=value)"
+
+
+class BuildError(ConfigError, ClickException, RayServeException):  # type: ignore[misc]
+    """What is wrong with the configuration, in one line: the `serve` command shows the second kind so, and Serve, in an
+    application's status, the third. All others are shown with their traceback.
+    """
 
 
 def _own_environment() -> dict[str, Any]:
@@ -48,9 +59,16 @@ def _own_environment() -> dict[str, Any]:
 def build(args: Mapping[str, Any] | None = None) -> Any:
     """The Serve application. `args`: `model`, `config` (a YAML file), or any dotted key of the configuration.
 
-    Raises ConfigError naming the key, what was expected and what came.
+    Raises BuildError naming the key, what was expected and what came.
     """
-    config = read_args(args or {})
+    args = args or {}
+    try:
+        config = read_args(args)
+    except ConfigError as error:
+        is_short = any(
+            "." not in key and key not in _SHORT and key not in BatonConfig.model_fields for key in args
+        )
+        raise BuildError(error.message + (_HINT if is_short else "")) from None
     secret = secrets.token_bytes(32)
     decode = _node(DecodeServer, worker_options(config.decode, config.planner), config, secret, make_phases)
     prefill = None
@@ -73,7 +91,7 @@ def _node(deployment: Any, options: Mapping[str, Any], *args: Any) -> Any:
 
 def read_args(args: Mapping[str, Any]) -> BatonConfig:
     """`model` and `config` are short for `model.path` and the file that the rest is laid over."""
-    overrides = {key: value for key, value in args.items() if key not in ("config", "model")}
+    overrides = {key: value for key, value in args.items() if key not in _SHORT}
     if args.get("model"):
         overrides["model.path"] = args["model"]
     return load_config(args.get("config"), overrides)

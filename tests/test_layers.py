@@ -51,7 +51,7 @@ RESTRICTED = {
     "coordinator/gateway/usage.py": {"sqlalchemy"},  # the ledger goes into any database
     "coordinator/gateway/store.py": {"sqlalchemy"},  # files and batches
     "coordinator/gateway/upstreams.py": {"aiohttp"},  # speaks to other servers, only where some are named
-    "coordinator/app.py": {"ray", "prefill", "decode"},
+    "coordinator/app.py": {"ray", "click", "prefill", "decode"},  # click: how Ray's command shows an error
     "coordinator/phases.py": {"engine", "prefill.phase", "decode.phase", "worker.phases"},
     "coordinator/ending.py": {"ray"},
     "coordinator/handles.py": {"ray"},

@@ -70,7 +70,12 @@ def test_a_bad_value_is_told_with_its_field_and_what_was_expected(
             "num_replica: unknown key; did you mean prefill.num_replicas or decode.num_replicas or "
             "coordinator.num_replicas?",
         ),
-        ("engine.zzz", "engine.zzz: unknown key"),
+        (
+            "engine.zzz",
+            f"engine.zzz: unknown key; engine has {', '.join(load_config().engine.__class__.model_fields)}",
+        ),
+        ("zzz", f"zzz: unknown key; the sections are {', '.join(BatonConfig.model_fields)}"),
+        ("gateway.tenants.acme.zzz", "gateway.tenants.acme.zzz: unknown key"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_one_probably_meant(key: str, message: str) -> None:
