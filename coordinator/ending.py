@@ -2,13 +2,15 @@
 
     signal ─► drain (at most decode.drain_timeout_s; a second signal: now) ─► Serve ─► Ray ─► run folder, claim
 
-The drain comes before Serve's own shutdown because that one ends HAProxy first, and with it every open stream.
+The drain comes before Serve's own shutdown because that one ends HAProxy first, and with it every open stream. A start
+that did not come to its end has no request and nothing to drain: its processes are ended as they are.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import select
 import signal
@@ -23,8 +25,24 @@ from coordinator.instance import Instance, processes_using
 SHUTDOWN_TIMEOUT_S = 15.0
 """For Serve and Ray, when the last request has ended."""
 
+_UNHEARD_S = 2.0
 _FAREWELL_S = 5.0  # for those who are cut to be told
 _RAY_END_TIMEOUT_S = 2.0  # for what is left to do when the node process is gone
+
+
+class Interrupt:
+    """A signal handler that raises KeyboardInterrupt, and not twice within _UNHEARD_S: until `give_back` listens, the
+    second one would break off the way out that the first has begun. After that, the first was lost on its way.
+    """
+
+    def __init__(self) -> None:
+        self._raised_s = -math.inf
+
+    def __call__(self, _number: int, _frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if now_s - self._raised_s > _UNHEARD_S:
+            self._raised_s = now_s
+            raise KeyboardInterrupt
 
 
 def give_back(instance: Instance, signals: Sequence[signal.Signals], drain_s: float | None) -> None:
@@ -36,7 +54,7 @@ def give_back(instance: Instance, signals: Sequence[signal.Signals], drain_s: fl
         signal.signal(number, ender.hurry)
     if has_started:
         _shut_down(instance, ender)
-    is_clean = instance.close()
+    is_clean = instance.close(is_idle=drain_s is None)
     if not is_clean:
         print(f"baton: could not remove {instance.run_dir}; the next start tries again", file=sys.stderr)
     elif has_started:
@@ -65,9 +83,10 @@ def _shut_down(instance: Instance, ender: _Ender) -> None:
         contextlib.redirect_stdout(nowhere),
     ):
         thread.start()
-        # NOTE: without its raylet, Serve's shutdown would wait for its whole time-out. A signal to the process group
-        # (a closed terminal) ends Ray and this process at the same time.
-        wait_lost(instance, ender.timeout_s)
+        if ender.drain_s is not None:  # else whatever of Ray has come up has nothing to finish
+            # NOTE: without its raylet, Serve's shutdown would wait for its whole time-out. A signal to the process
+            # group (a closed terminal) ends Ray and this process at the same time.
+            wait_lost(instance, ender.drain_s + _FAREWELL_S + SHUTDOWN_TIMEOUT_S)
         thread.join(_RAY_END_TIMEOUT_S)
 
 
@@ -75,12 +94,8 @@ class _Ender:
     """Ends Serve and Ray on a thread of its own; `hurry` is a signal handler of the main thread."""
 
     def __init__(self, drain_s: float | None) -> None:
-        self._drain_s = drain_s
+        self.drain_s = drain_s
         self._hurried = threading.Event()
-
-    @property
-    def timeout_s(self) -> float:
-        return SHUTDOWN_TIMEOUT_S + (0.0 if self._drain_s is None else self._drain_s + _FAREWELL_S)
 
     def hurry(self, _number: int, _frame: FrameType | None) -> None:
         """Open requests are told now, not when their time is over."""
@@ -89,18 +104,17 @@ class _Ender:
     def run(self) -> None:
         import ray
 
-        if ray.is_initialized():
+        if self.drain_s is not None:
             # Only Serve knows how to end its parts; if it fails, its processes end with Ray all the same.
             with contextlib.suppress(Exception):
-                asyncio.run(self._end_serve())
-            ray.shutdown()
+                asyncio.run(self._end_serve(self.drain_s))
+        ray.shutdown()
 
-    async def _end_serve(self) -> None:
+    async def _end_serve(self, drain_s: float) -> None:
         from ray import serve
 
-        if self._drain_s is not None:
-            with contextlib.suppress(Exception):  # a coordinator that does not answer cannot be waited for
-                await self._drain(self._drain_s)
+        with contextlib.suppress(Exception):  # a coordinator that does not answer cannot be waited for
+            await self._drain(drain_s)
         # NOTE: in this loop: Serve's handles are bound to the loop of their first call.
         await serve.shutdown_async()
 

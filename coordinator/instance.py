@@ -70,11 +70,13 @@ class Instance:
     def run_dir(self) -> Path:
         return Path(self.claim.run_dir)
 
-    def close(self) -> bool:
-        """Whether nothing is left; if something is, the claim stays for the next sweep."""
+    def close(self, is_idle: bool = False) -> bool:
+        """Whether nothing is left; if something is, the claim stays for the next sweep. `is_idle`: no process has
+        anything to finish.
+        """
         if self.lock.closed:
             return not self.run_dir.exists()
-        is_clean = _remove_leftovers(self.claim)
+        is_clean = _remove_leftovers(self.claim, 0.0 if is_idle else _TERM_TIMEOUT_S)
         if is_clean:
             self.path.unlink(missing_ok=True)
         self.lock.close()
@@ -221,13 +223,13 @@ def _check_free(host: str, port: int) -> None:
             ) from error
 
 
-def _remove_leftovers(claim: Claim) -> bool:
+def _remove_leftovers(claim: Claim, patience_s: float = _TERM_TIMEOUT_S) -> bool:
     """Whether nothing is left. If not, the claim has to stay, so that the next sweep tries again."""
     run_dir = Path(claim.run_dir)
     if not run_dir.name.startswith("baton") or run_dir.parent != _RUN_ROOT:
         return True
     # Processes of Ray end by themselves when their raylet is gone; give them the time to.
-    _wait_gone(claim.run_dir, _TERM_TIMEOUT_S, lambda pid: None)
+    _wait_gone(claim.run_dir, patience_s, lambda pid: None)
     _wait_gone(claim.run_dir, _KILL_TIMEOUT_S, lambda pid: os.kill(pid, signal.SIGKILL))
     deadline = time.monotonic() + _REMOVE_TIMEOUT_S
     shutil.rmtree(run_dir, ignore_errors=True)

@@ -12,14 +12,26 @@ The Ray instance is this process's own: other Ray clusters on the machine are ne
 
 from __future__ import annotations
 
+import os
+import signal
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+if __name__ == "__main__":
+    # NOTE: before the imports below, which take a second. Nothing is there yet that would have to be given back.
+    def _leave(_number: int, _frame: object) -> None:
+        os.write(1, b"\nstopping\n")
+        os._exit(0)
+
+    for _number in _STOP_SIGNALS:
+        signal.signal(_number, _leave)
+
 import argparse
 import contextlib
 import importlib
 import json
 import logging
-import os
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -28,14 +40,13 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from types import FrameType
 from typing import Any
 
 from contracts.config import BatonConfig, cache_dir, load_config
 from contracts.errors import ConfigError
 from contracts.heap import loading
 from coordinator.addresses import is_loopback_host
-from coordinator.ending import give_back, wait_lost
+from coordinator.ending import Interrupt, give_back, wait_lost
 from coordinator.instance import Claim, Instance, claim_port, stop
 from coordinator.local_ray import RAY_ENVIRONMENT, start_ray
 from coordinator.progress import WorkerLog, reason_of
@@ -46,7 +57,6 @@ _READY_INTERVAL_S = 0.1
 _FAILURES_INTERVAL_S = 1.0
 _STILL_S = 10.0
 _HTTP_TIMEOUT_S = 5.0
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # Takes `model` and `config` as given to the launcher, returns a Serve application.
 Build = Callable[[dict[str, str]], Any]
@@ -173,8 +183,7 @@ def _grace(drain_s: float | None) -> str:
     return "" if drain_s is None else f": open requests have {drain_s:g} s; once more ends them now"
 
 
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+_interrupt = Interrupt()
 
 
 def _start(

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from contracts.errors import ConfigError
-from coordinator import launch, local_ray
+from coordinator import ending, launch, local_ray
 from coordinator.addresses import is_loopback_host
-from coordinator.instance import free_ports, processes_using, sweep
+from coordinator.instance import claim_port, free_ports, processes_using, sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 180.0
@@ -102,6 +102,83 @@ def test_two_instances_live_and_end_apart(tmp_path: Path, monkeypatch: pytest.Mo
             launcher.process.kill()
             launcher.process.communicate(timeout=END_TIMEOUT_S)
         sweep()
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_start_that_is_interrupted_says_so_and_leaves_nothing(
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path))
+    launcher = Launcher(tmp_path, "127.0.0.1")
+    try:
+        assert launcher.process.stdout is not None
+        line = next(line for line in launcher.process.stdout if "starting Ray" in line)
+        [run_dir] = launcher.run_dirs()
+        while not processes_using(
+            str(run_dir), program="raylet"
+        ):  # Ray waits for its node, and does not answer yet
+            assert launcher.process.poll() is None, line
+        for _ in range(times - 1):
+            launcher.process.send_signal(signal.SIGINT)
+        assert launcher.end(signal.SIGINT) == 0, launcher.output
+        assert re.fullmatch(
+            r"\nstopping\nstopped within \d+\.\d s; nothing is left running\n", launcher.output
+        )
+        assert not processes_using(str(run_dir))
+        assert not run_dir.exists()
+    finally:
+        launcher.process.kill()
+        launcher.process.communicate(timeout=END_TIMEOUT_S)
+        sweep()
+
+
+def test_the_end_of_a_start_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its Ray may be one that nobody can tell to end: there was no time to connect to it."""
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path))
+    monkeypatch.setattr(ending._Ender, "run", lambda self: None)
+    monkeypatch.setattr(ending, "wait_lost", lambda *_: pytest.fail("it was waited for"))
+    monkeypatch.setitem(sys.modules, "ray", object())
+    instance = claim_port("127.0.0.1", free_ports(1)[0])
+    script = f"import signal; print('{instance.run_dir}', flush=True); signal.pause()"
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    monkeypatch.setattr("coordinator.instance._TERM_TIMEOUT_S", END_TIMEOUT_S)
+    ending.give_back(instance, (), None)
+    assert child.wait() == -signal.SIGKILL
+    child.stdout.close()
+    assert not instance.run_dir.exists()
+
+
+def test_an_interrupt_among_the_imports_is_no_traceback() -> None:
+    code = """
+import builtins, os, runpy, signal, sys
+plain = builtins.__import__
+def watched(name, *rest, **more):
+    if name == "contracts.config":
+        os.kill(os.getpid(), signal.SIGINT)
+    return plain(name, *rest, **more)
+builtins.__import__ = watched
+runpy.run_module("coordinator.launch", run_name="__main__", alter_sys=True)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\nstopping\n", "")
+
+
+def test_a_second_interrupt_does_not_break_the_way_out_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(ending.time, "monotonic", lambda: now_s)
+    interrupt = ending.Interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        interrupt(signal.SIGINT, None)
+    interrupt(signal.SIGINT, None)
+    now_s += ending._UNHEARD_S + 0.1  # it was lost: whoever was interrupted has swallowed it
+    with pytest.raises(KeyboardInterrupt):
+        interrupt(signal.SIGINT, None)
 
 
 def test_stop_without_an_instance_is_no_error(
