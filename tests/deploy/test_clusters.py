@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,29 @@ def test_every_node_runs_serve_the_same_way(name: str) -> None:
     starts = [cluster[key][-1] for key in ("head_start_ray_commands", "worker_start_ray_commands")]
     assert all("RAY_SERVE_ENABLE_HA_PROXY=1" in start for start in starts)
     assert any("pip install" in command for command in cluster["setup_commands"])
+
+
+@pytest.mark.parametrize(
+    ("pool", "resources"), [("prefill\n", {"prefill": 1}), ("prefill decode\n", {"prefill": 1, "decode": 1})]
+)
+def test_a_machines_pool_file_becomes_its_resources(
+    pool: str, resources: dict[str, int], tmp_path: Path
+) -> None:
+    (tmp_path / "baton-pool").write_text(pool)
+    (tmp_path / "ray").write_text('#!/bin/sh\nfor each; do echo "$each"; done\n')
+    (tmp_path / "ray").chmod(0o700)
+    command = read("deploy/on-prem.yaml")["worker_start_ray_commands"][-1].replace(
+        "$HOME/venv/bin", str(tmp_path)
+    )
+    environment = {"HOME": str(tmp_path), "PATH": os.defpath, "RAY_HEAD_IP": "192.0.2.10"}
+    told = subprocess.run(
+        ["bash", "-c", command], env=environment, check=True, timeout=60, capture_output=True, text=True
+    ).stdout
+    [given] = [
+        line.removeprefix("--resources=") for line in told.splitlines() if line.startswith("--resources=")
+    ]
+    assert json.loads(given) == resources
+    assert "--address=192.0.2.10:6379" in told
 
 
 def test_serve_accepts_the_application() -> None:
