@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Collection, Iterator
 from difflib import get_close_matches
 from itertools import islice
@@ -11,11 +13,17 @@ from pydantic import BaseModel, ValidationError
 
 from contracts.errors import RequestError, UnsupportedError
 
+_NUMBER = re.compile(r"[0-9]{1,20}(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,3})?")
 _MAX_SHOWN = 60
 _MAX_SPELLED, _MAX_SPELLED_WITHIN = 64, 8
 _LIKENESS = 0.85  # `stops` is like `stop`, `top_a` is not like `top_p`
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
+
+
+def number_in(text: str) -> float:
+    """Of a header: digits as JSON has them; NaN for anything else, also for what Python alone takes (`1_000`, `+5`)."""
+    return float(text) if _NUMBER.fullmatch(text) else math.nan
 
 
 def refuse(body: dict[str, Any], inert: dict[str, tuple[Any, ...]], why: str) -> None:

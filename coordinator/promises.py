@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 from contracts.config_slo import SloConfig
 from contracts.errors import PermissionDenied, RequestError
 from contracts.service import CLASSES, Service, ServiceClass
+from coordinator.fields import number_in
 
 CLASS_HEADER = "x-baton-class"
 TTFT_HEADER = "x-baton-ttft-ms"
@@ -91,10 +92,7 @@ def _asked_s(
     if least_ms is None:
         least_ms = base_ms if promised_s is None else 1000.0 * promised_s
     most_ms: float | None = getattr(slo, f"max_{name}")
-    try:
-        value_ms = float(text)
-    except ValueError:
-        value_ms = math.nan
+    value_ms = number_in(text)
     if not (math.isfinite(value_ms) and least_ms <= value_ms <= (math.inf if most_ms is None else most_ms)):
         bounds = f"at least {least_ms:g}" if most_ms is None else f"from {least_ms:g} to {most_ms:g}"
         raise RequestError(f"{header}: expected milliseconds, {bounds}, but got {text[:40]!r}")

@@ -11,7 +11,6 @@ With the default configuration a request passes after one look at its headers: n
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -28,6 +27,7 @@ from contracts.config import BatonConfig, cache_dir
 from contracts.errors import BatonError, PermissionDenied, RequestError
 from coordinator.body import read_json
 from coordinator.drain import Drain
+from coordinator.fields import number_in
 from coordinator.gateway.answers import (
     AnswerStore,
     KeptAnswer,
@@ -375,10 +375,7 @@ def is_below(path: str, roots: tuple[str, ...]) -> bool:
 
 def read_timeout(text: str) -> float:
     """Seconds of `x-request-timeout`. Raises RequestError."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
+    seconds = number_in(text)
     if not 0 < seconds <= _MAX_TIMEOUT_S:
         raise RequestError(
             f"x-request-timeout: expected seconds, above 0 and at most {_MAX_TIMEOUT_S:g}, but got {text[:40]!r}"

@@ -273,7 +273,7 @@ def _page(request: Request) -> tuple[int, str | None]:
     text = request.query_params.get("limit", "20")
     if not (text.isascii() and text.isdecimal() and len(text) < 9 and int(text) > 0):
         raise RequestError(f"limit: expected a number above 0 but got {text[:20]!r}", param="limit")
-    return min(int(text), _MAX_LIST), request.query_params.get("after")
+    return min(int(text), _MAX_LIST), request.query_params.get("after") or None
 
 
 def _listed(records: list[Record], limit: int) -> Response:

@@ -127,8 +127,16 @@ class Runner:
             FileNotFoundError
         ):  # somebody has tidied up the folder; it must not hold up the tenant's others
             errors = json.dumps([{"code": "file_missing", "message": "the input file is gone"}])
-            states = ["validating", "in_progress"]
-            is_whole = await self._threads.run(self._store.move, batch.id, states, "failed", errors=errors)
+            try:
+                await self._threads.run(
+                    self._store.finish, batch, "failed", errors
+                )  # with the lines that are done
+                is_whole = True
+            except FileNotFoundError:  # nor is there a folder to write them into
+                states = ["validating", "in_progress"]
+                is_whole = await self._threads.run(
+                    self._store.move, batch.id, states, "failed", errors=errors
+                )
         except Exception:  # the task's outer edge; the batch is tried again at the next look
             logger.exception("batch %s stopped", batch.id)
         finally:

@@ -243,8 +243,10 @@ class JobStore:
             found = connection.execute(select(RESULTS.c.number).where(RESULTS.c.batch_id == batch_id))
             return set(found.scalars())
 
-    def finish(self, batch: BatchRecord, status: str) -> None:
-        """Write the output and error files and end the batch as `status`. Again after a crash, it does the same."""
+    def finish(self, batch: BatchRecord, status: str, errors_text: str | None = None) -> None:
+        """Write the output and error files and end the batch as `status`. Again after a crash, it does the same.
+        `errors_text`: see BatchRecord.errors.
+        """
         output, errors = (self._write_output(batch, is_error) for is_error in (False, True))
         with self._writing() as connection:
             for file in (output, errors):
@@ -254,7 +256,7 @@ class JobStore:
                 update(BATCHES)
                 .where(BATCHES.c.id == batch.id)
                 .values(
-                    **{"status": status, f"{status}_at": int(time.time())},
+                    **{"status": status, f"{status}_at": int(time.time()), "errors": errors_text},
                     output_file_id=None if output is None else output.id,
                     error_file_id=None if errors is None else errors.id,
                 )

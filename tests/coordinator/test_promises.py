@@ -110,6 +110,7 @@ def test_a_header_moves_a_promise_within_its_limits(
             "x-baton-itl-ms: expected milliseconds, from 50 to 90, but",
         ),
         ({}, {"x-baton-itl-ms": "nan"}, "x-baton-itl-ms: expected milliseconds"),
+        ({}, {"x-baton-itl-ms": "1_000"}, "x-baton-itl-ms: expected milliseconds"),
         ({}, {"x-baton-itl-ms": "inf"}, "x-baton-itl-ms: expected milliseconds"),
         ({}, {"x-baton-ttft-ms": ""}, "x-baton-ttft-ms: expected milliseconds"),
         (

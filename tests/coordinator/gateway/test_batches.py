@@ -467,6 +467,8 @@ async def test_lists_are_paged_newest_first_and_files_can_be_deleted(tmp_path: P
         for purpose, count in (("batch", 3), ("batch_output", 0)):
             found = (await s.client.get("/v1/files", params={"purpose": purpose})).json()
             assert len(found["data"]) == count
+        everything = (await s.client.get("/v1/files", params={"after": ""})).json()
+        assert [file["id"] for file in everything["data"]] == ids[::-1]
         for wrong in ({"limit": "0"}, {"order": "up"}):
             response = await s.client.get("/v1/files", params=wrong)
             assert (response.status_code, error_of(response)["param"]) == (400, *wrong)
@@ -480,14 +482,17 @@ async def test_lists_are_paged_newest_first_and_files_can_be_deleted(tmp_path: P
 async def test_a_batch_whose_file_is_gone_fails_and_the_next_one_runs(tmp_path: Path) -> None:
     never = asyncio.Event()
     async with gateway_service(lambda _: [never], folder=tmp_path) as s:
-        lost = await start(s, jsonl(line("a")))
-        await s.backend.started.wait()
+        lost = await start(s, jsonl(line("bad", temperature=9), line("a")))
+        await until(s, lost, lambda batch: batch["request_counts"]["failed"] == 1)
         good = await start(s, jsonl(line("b")))
         source = (await s.client.get(f"/v1/batches/{lost}")).json()["input_file_id"]
     (tmp_path / "files" / source).unlink()
     async with gateway_service(folder=tmp_path) as s:
         batch = await ended(s, lost)
         assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("failed", "file_missing")
+        assert [each["custom_id"] for each in await output(s, batch["error_file_id"])] == [
+            "bad"
+        ]  # what is known
         assert (await ended(s, good))["status"] == "completed"
 
 
