@@ -65,11 +65,10 @@ def exact(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     found = {key: _exact_part(key, value) for key, value in schema.items()}
-    rule = _FORMATS.get(format_) if isinstance(format_ := found.get("format"), str) else None
-    if rule is not None:
+    name, others = found.get("format"), found.get("allOf", [])
+    if isinstance(name, str) and name in _FORMATS and isinstance(others, list):
         del found["format"]
-        others = found.get("allOf")
-        found["allOf"] = [*(others if isinstance(others, list) else ()), rule]
+        found["allOf"] = [*others, _FORMATS[name]]
     return found
 
 

@@ -141,6 +141,8 @@ def test_values_and_names_within_a_schema_stay_as_they_are() -> None:
         {"enum": [{"format": "date"}]},
         {"properties": {"pattern": {"type": "string"}, "format": {"const": "."}}},
         {"type": "string", "format": "uuid"},
+        {"format": "date", "allOf": 5},  # no schema, which is for the library to say
+        {"format": 5, "pattern": 5, "patternProperties": 5, "properties": 5},
         True,
     ):
         assert exact(schema) == schema
