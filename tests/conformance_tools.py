@@ -17,13 +17,12 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 @dataclass
 class Streamed:
-    """A stream as it came: chunks, raw bytes, arrival times of what was read."""
+    """A stream as it came: chunks and raw bytes."""
 
     status: int
     headers: httpx.Headers
     raw: bytes
     chunks: list[dict[str, Any]] = field(default_factory=list)
-    arrivals: list[float] = field(default_factory=list)
 
     @property
     def choices(self) -> list[dict[str, Any]]:
@@ -98,12 +97,11 @@ class Api:
 
     def stream(self, path: str, body: dict[str, Any]) -> Streamed:
         """A whole stream, whose framing is checked byte by byte."""
-        raw, arrivals = b"", []
+        raw = b""
         with self._client.stream("POST", path, json={**body, "stream": True}) as response:
             for part in response.iter_raw():
                 raw += part
-                arrivals.append(time.monotonic())
-            found = Streamed(response.status_code, response.headers, raw, arrivals=arrivals)
+            found = Streamed(response.status_code, response.headers, raw)
         assert found.status == 200, raw
         *blocks, rest = raw.decode().split("\n\n")
         assert rest == ""

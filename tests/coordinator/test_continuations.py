@@ -104,7 +104,7 @@ async def test_a_death_at_any_moment_costs_a_pause(victims: list[str], num_sent:
 
 async def test_a_decode_worker_that_stops_is_left_for_another() -> None:
     """It neither answers nor closes (SIGSTOP, a hung event loop, a cut wire): silence alone tells."""
-    async with scene(*workers(), worker_timeout_s=0.3) as s, asyncio.TaskGroup() as tasks:
+    async with scene(*workers(), worker_timeout_s=1.0) as s, asyncio.TaskGroup() as tasks:
         stopped: list[FakeWorker] = []
 
         def disturb(channel: Channel, command: Prefill) -> None:

@@ -34,6 +34,7 @@ with warnings.catch_warnings():
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=16, dtype="float32")
+START_TIMEOUT_S = 180.0  # Serve may start processes first, on a machine that does other things as well
 
 
 class DummyWorker:
@@ -123,7 +124,7 @@ class Watched:
         self.pool = ServePool(role, handle, self._lists.put_nowait)
 
     async def until(self, num_workers: int, without: str = "") -> tuple[WorkerInfo, ...]:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(START_TIMEOUT_S):
             while True:
                 workers = await self._lists.get()
                 if len(workers) == num_workers and without not in {w.replica_id for w in workers}:

@@ -79,7 +79,10 @@ class Scene:
 
 @contextlib.asynccontextmanager
 async def scene(transport: str, peer_timeout_s: float = 60.0) -> AsyncIterator[Scene]:
-    changes = {"transport": transport, "peer_timeout_s": peer_timeout_s}
+    # A handoff ends by the fault, never because a busy machine has stopped for a while.
+    changes = {
+        "transport": transport, "peer_timeout_s": peer_timeout_s, "progress_timeout_s": 2 * LIMIT_S,
+    }  # fmt: skip
     async with processes() as started:
         decode, port, address = await started.endpoint("d", **changes)
         prefill, _, _ = await started.endpoint("p", **changes)

@@ -18,6 +18,7 @@ from coordinator.backend import Backend
 from tests.coordinator.backend_conformance import BackendConformance
 from tests.coordinator.streams import Stream
 from tests.local.cluster import SECRET, LocalCluster, greedy, local_cluster
+from tests.local.gate import gate_before
 
 PROMPT = [3 + i % 50 for i in range(100)]
 
@@ -124,24 +125,25 @@ async def test_a_stopped_decode_worker_hands_its_streams_to_another(tiny_model: 
         expected, _ = await cluster.run(greedy("whole", PROMPT, 60, ignore_eos=True))
     async with local_cluster(tiny_model, num_decodes=2) as cluster:
         tokens: list[int] = []
-        async with aclosing(
-            Stream(cluster.flow, greedy("moved", PROMPT, 60, ignore_eos=True), 60.0)
-        ) as stream:
-            async for event in stream:
-                if isinstance(event, Token):
-                    tokens.append(event.token_id)
-                if len(tokens) == 5 and isinstance(event, Token):
-                    busy = next(a for a in await cluster.backend.audit() if a.role == "decode" and a.owners)
-                    cluster.fleet.sync(
-                        "decode",
-                        [
-                            w.info
-                            for w in cluster.workers.values()
-                            if w.info.worker_id != busy.worker_id and w.info.role == "decode"
-                        ],
-                    )
-                    await cluster.workers.pop(busy.worker_id).close()
+        request = greedy("moved", PROMPT, 60, ignore_eos=True)
+        with gate_before(cluster.workers.values(), 8) as gate:
+            async with aclosing(Stream(cluster.flow, request, 60.0)) as stream:
+                async for event in stream:
+                    if isinstance(event, Token):
+                        tokens.append(event.token_id)
+                    if len(tokens) == 5 and isinstance(event, Token):
+                        await stop_the_busy(cluster)
+                        gate.move()
         assert tokens == expected
+
+
+async def stop_the_busy(cluster: LocalCluster) -> None:
+    """The decode worker that has a request: Serve lists it no more, and ends it."""
+    audits = await cluster.backend.audit()
+    (busy,) = (audit.worker_id for audit in audits if audit.role == "decode" and audit.owners)
+    infos = [worker.info for worker in cluster.workers.values() if worker.info.role == "decode"]
+    cluster.fleet.sync("decode", [info for info in infos if info.worker_id != busy])
+    await cluster.workers.pop(busy).close()
 
 
 async def test_a_request_beyond_the_pool_is_refused_before_any_work(tiny_model: Path) -> None:

@@ -15,6 +15,7 @@ from coordinator.metrics import Metrics
 from coordinator.placement import WorkerView
 from tests.coordinator.streams import Stream
 from tests.local.cluster import SECRET, LocalCluster, greedy, local_cluster
+from tests.local.gate import gate_before
 from tests.local.test_handoffs import held_up
 
 PROMPT = [3 + i % 50 for i in range(100)]
@@ -67,12 +68,13 @@ async def test_a_replica_that_dies_with_its_streams_leaves_no_block_and_disturbs
     async with local_cluster(tiny_model, engine__num_blocks=64) as cluster:
         expected, _ = await cluster.run(greedy("alone", PROMPT, 100, ignore_eos=True))
         async with second_replica(cluster) as (fleet, flow), asyncio.TaskGroup() as tasks:
-            mine = tasks.create_task(cluster.run(greedy("mine", PROMPT, 100, ignore_eos=True)))
-            theirs = Stream(flow, greedy("theirs", PROMPT, 150, ignore_eos=True), 30.0)
-            assert isinstance(await anext(theirs), Token)
-            for link in fleet.links():  # a SIGKILL: nothing is told, the connections just end
-                assert link._channel is not None
-                link._channel.abort()
+            with gate_before(cluster.workers.values(), 50):
+                mine = tasks.create_task(cluster.run(greedy("mine", PROMPT, 100, ignore_eos=True)))
+                theirs = Stream(flow, greedy("theirs", PROMPT, 150, ignore_eos=True), 30.0)
+                assert isinstance(await anext(theirs), Token)
+                for link in fleet.links():  # a SIGKILL: nothing is told, the connections just end
+                    assert link._channel is not None
+                    link._channel.abort()
             assert (await mine)[0] == expected
             await theirs.aclose()
         await cluster.settled()
