@@ -52,12 +52,9 @@ $(STAMP): pyproject.toml
 	-@$(PY) -m engine.kernels.native.build
 	@touch $@
 
-# Two tests at a time where none looks at the clock; what starts an instance or measures time, one after the other.
-ALONE := tests/benchmarks tests/cluster tests/deploy
-
+# Three at a time; of those that start an instance or look at the clock, one (tests/lanes.py).
 test: setup browser clients
-	@$(PY) -m pytest -n 2 --dist worksteal $(addprefix --ignore=,$(ALONE))
-	@$(PY) -m pytest $(ALONE)
+	@$(PY) -m pytest -n 3 --dist loadfile
 
 bench: setup
 	@exec $(PY) -m benchmarks.quick $(if $(MODEL),--model '$(MODEL)') $(if $(CONFIG),--config '$(CONFIG)')

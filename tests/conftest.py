@@ -9,6 +9,11 @@ from pathlib import Path
 import pytest
 
 from coordinator.local_ray import RAY_ENVIRONMENT
+from tests.lanes import (  # noqa: F401  # hooks
+    pytest_collection_modifyitems,
+    pytest_runtest_setup,
+    pytest_xdist_make_scheduler,
+)
 
 # Read by OpenMP when torch is first imported, here or in a process that a test starts: one compute thread each, so
 # that a test run leaves the machine usable and timings comparable.

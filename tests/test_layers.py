@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.lanes import ALONE, FIRST
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
     "contracts", "policy", "engine", "kvtransfer", "worker", "prefill", "decode", "coordinator", "benchmarks",
@@ -205,6 +207,10 @@ def test_what_must_start_fast_is_free_of_torch() -> None:
 def module_file(name: str) -> Path | None:
     file = ROOT / (name.replace(".", "/") + ".py")
     return file if name.split(".")[0] in PACKAGES and file.is_file() else None
+
+
+def test_what_has_its_turn_among_the_tests_is_there() -> None:
+    assert not [path for path in (*ALONE, *FIRST) if not (ROOT / path).exists()]
 
 
 def test_repository_does_not_name_the_place_it_was_written_in() -> None:
