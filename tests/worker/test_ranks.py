@@ -27,7 +27,7 @@ from worker.ranks import RankTask, gather_ranks
 from worker.worker import Worker
 
 WAIT_S = 60.0
-NUM_COMPARED = 12
+NUM_COMPARED = 24
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_three_ranks_answer_the_golden_prompts_as_one(embedded_model_path: Path) -> None:
-    cases = [case for case in read_cases(GOLDEN) if case.num_certain >= NUM_COMPARED][::2]
+    cases = read_cases(GOLDEN)
     changes = {
         "model.dtype": "float32",
         "engine.num_blocks": NUM_BLOCKS,
@@ -53,7 +53,9 @@ def test_three_ranks_answer_the_golden_prompts_as_one(embedded_model_path: Path)
         outputs = greedy(engine.runner, cases, NUM_COMPARED)
         zero.close()
         assert started.exit_codes() == [0, 0]
-    assert outputs == [case.output_ids[:NUM_COMPARED] for case in cases]
+    for case, output in zip(cases, outputs, strict=True):
+        num_certain = min(case.num_certain, NUM_COMPARED)
+        assert output[:num_certain] == case.output_ids[:num_certain]
 
 
 @pytest.mark.slow
