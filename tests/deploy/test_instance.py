@@ -29,8 +29,9 @@ HOLDER = """
 import sys, subprocess
 from coordinator.instance import claim_port
 held = claim_port("127.0.0.1", int(sys.argv[1]))
-command = [sys.executable, "-c", "import sys; sys.stdin.read()", held.claim.run_dir]
-child = subprocess.Popen(command, stdin=subprocess.PIPE)
+command = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()", held.claim.run_dir]
+child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+child.stdout.readline()  # it runs: at the moment of its exec it would have no command line
 try:
     print(held.claim.run_dir, child.pid, flush=True)
     sys.stdin.read()
