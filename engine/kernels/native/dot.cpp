@@ -15,6 +15,7 @@ namespace baton {
 namespace {
 
 constexpr int PAIRS = GROUP / 2;  // of a group
+constexpr int LINE = 64;          // bytes that come from memory together
 constexpr int MAX_ROWS = 12;      // of a tile: with their sums of a group, 24 registers
 
 inline __m512i load_pairs(const void* from) { return _mm512_loadu_si512(from); }
@@ -85,7 +86,11 @@ void tile(const Product& job, const Codec& codec, int64_t low, int64_t p) {
 #pragma GCC unroll 16
         for (int t = 0; t < PAIRS; t++) {
             __m512i w[P];
-            for (int i = 0; i < P; i++) w[i] = codec.pairs(group + i * panel_bytes, t);
+            for (int i = 0; i < P; i++) {
+                w[i] = codec.pairs(group + i * panel_bytes, t);
+                // The panels after these: each is too short for the processor's own prefetching to get far.
+                if (t * LINE < Codec::GROUP_BYTES) __builtin_prefetch(group + (P + i) * panel_bytes + t * LINE, 0, 2);
+            }
             for (int r = 0; r < R; r++) {
                 const __m512i xr = _mm512_set1_epi32(x[r * ldx + t]);
                 for (int i = 0; i < P; i++) into[r][i] = dot(into[r][i], xr, w[i]);
