@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, NamedTuple
 
 from contracts.roles import RoleLabel
 from policy.chunks import Cadence
@@ -26,15 +26,33 @@ from policy.fleet import WorkerState
 from policy.step_model import StepModel, Work
 
 
+class Prompts(NamedTuple):
+    """Means of prompts: all their tokens, and those not found in any cache."""
+
+    tokens: float
+    new_tokens: float
+
+
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """The demand of the last seconds. `new_tokens`: mean prompt tokens not found in any cache; `prompt_tokens`: all."""
+    """The demand of the last seconds: the rate of all requests, and the means of those that were not refused. Admission
+    refuses the dearest first, so that a few of them may be most of what was asked for, and nobody will read them.
+    `new_tokens`: prompt tokens not found in any cache; `prompt_tokens`: all. `asked`: of the refused as well; None:
+    nobody was refused.
+    """
 
     requests_per_s: float
     prompt_tokens: float
     new_tokens: float
     output_tokens: float
     cadence: Cadence
+    asked: Prompts | None = None
+
+    def of_all(self) -> Mix:
+        """What workers enough would serve."""
+        if self.asked is None:
+            return self
+        return replace(self, prompt_tokens=self.asked.tokens, new_tokens=self.asked.new_tokens, asked=None)
 
 
 class Demand:
@@ -46,12 +64,14 @@ class Demand:
 
     SHORT_SHARE: ClassVar[float] = 0.1
     SHORT_STEP: ClassVar[float] = 0.1
+    LEAST_SERVED: ClassVar[float] = 0.05  # share of all; below, they say nothing about what could be served
 
     def __init__(self, cadence: Cadence, window_s: float = 10.0, expected_output: float = 200.0) -> None:
         self._cadence = cadence
         self._window_s = window_s
         self._written, self._ended = expected_output, 1.0
         self._count = self._prompt = self._new = 0.0
+        self._refused = (0.0, 0.0, 0.0)  # of these, in the same order
         self._short = expected_output / 10
         self._since_s: float | None = None
         self._updated_s = 0.0
@@ -61,6 +81,13 @@ class Demand:
         self._count += 1.0
         self._prompt += prompt_tokens
         self._new += new_tokens
+
+    def refused(self, prompt_tokens: int, new_tokens: int, arrived_s: float, now_s: float) -> None:
+        """One that had arrived, with the same numbers."""
+        self._decay(now_s)
+        weight = math.exp((arrived_s - now_s) / self._window_s)
+        count, prompt, new = self._refused
+        self._refused = count + weight, prompt + weight * prompt_tokens, new + weight * new_tokens
 
     def wrote(self, num_tokens: int, now_s: float) -> None:
         """Tokens of all streams since the last call."""
@@ -90,22 +117,26 @@ class Demand:
             return None
         # The weights of a window not yet full sum to less than window_s.
         seconds = self._window_s * (1.0 - math.exp(-max(now_s - self._since_s, 0.1) / self._window_s))
+        asked = Prompts(self._prompt / self._count, self._new / self._count)
+        num_refused, prompt, new = self._refused
+        num_served, served = self._count - num_refused, asked
+        if num_served > self.LEAST_SERVED * self._count:
+            served = Prompts((self._prompt - prompt) / num_served, (self._new - new) / num_served)
         return Mix(
             self._count / seconds,
-            self._prompt / self._count,
-            self._new / self._count,
+            *served,
             self.expected_output,
             self._cadence,
+            asked if num_refused else None,
         )
 
     def _decay(self, now_s: float) -> None:
         if self._since_s is None:
             self._since_s = self._updated_s = now_s
-        passed_s = now_s - self._updated_s
-        if passed_s < self._window_s / 100:
-            return
-        keep = math.exp(-passed_s / self._window_s)
+        keep = math.exp((self._updated_s - now_s) / self._window_s)
         self._count, self._prompt, self._new = self._count * keep, self._prompt * keep, self._new * keep
+        count, prompt, new = self._refused
+        self._refused = count * keep, prompt * keep, new * keep
         if self._ended > 1.0:  # the last answer is remembered until there is another
             self._written, self._ended = self._written * keep, self._ended * keep
         self._updated_s = now_s

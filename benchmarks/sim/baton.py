@@ -283,8 +283,10 @@ class Baton:
     def _triage(self, now_s: float) -> None:
         self._triaged_s = now_s
         for entry in self._queue.triage(now_s, self._servers):
-            request, _ = self._waiting.pop(entry.request_id)
+            request, job = self._waiting.pop(entry.request_id)
             self._cluster.refuse(request)
+            lacking = request.prompt_tokens - max(job.held.values(), default=0)
+            self._demand.refused(request.prompt_tokens, lacking, request.arrived_s, now_s)
             self._count(None)
 
     def _carry_out(self, request: SimRequest, job: Job, option: Option, now_s: float) -> bool:

@@ -280,3 +280,17 @@ async def test_a_request_that_was_refused_is_demand_too() -> None:
     mix = meter.mix(1)
     assert mix is not None
     assert mix.prompt_tokens == pytest.approx(50)
+
+
+async def test_what_is_refused_is_asked_for_but_nothing_to_plan_readers_for() -> None:
+    meter = DemandMeter(0.050, 10.0, lambda: 5.0)
+    drained(meter, 50, 4)
+    before = meter.mix(1)
+    request = GenerateRequest("r", (1,) * 9950, SamplingParams(max_tokens=4))
+    with pytest.raises(OverloadedError), meter.measured(request, lambda _token: True):
+        raise OverloadedError("no room")
+    mix = meter.mix(1)
+    assert mix is not None
+    assert before is not None
+    assert mix.requests_per_s == pytest.approx(2 * before.requests_per_s)
+    assert (mix.new_tokens, mix.of_all().new_tokens) == (pytest.approx(50), pytest.approx(5000))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -163,6 +165,66 @@ def test_demand_measures_rate_and_lengths() -> None:
     assert (found.prompt_tokens, found.new_tokens) == (pytest.approx(1000), pytest.approx(400))
     assert found.output_tokens == pytest.approx(150, rel=0.05)
     assert 20 < demand.short_output < 40  # a fifth of the answers has 30
+
+
+def asked_of(num_long: int, num_refused: int) -> Mix:
+    """One prompt of 100 tokens each 50 ms, beside it `num_long` of 10,000, of which so many are refused 2 s later."""
+    demand = Demand(Cadence(0.040), window_s=10.0)
+    for tick in range(2000):
+        now_s = tick * 0.05
+        demand.arrived(100, 100, now_s)
+        for _ in range(num_long):
+            demand.arrived(10_000, 5_000, now_s)
+        if tick >= 40:
+            for _ in range(num_refused):
+                demand.refused(10_000, 5_000, now_s - 2.0, now_s)
+    found = demand.mix(100.0)
+    assert found is not None
+    return found
+
+
+def test_what_is_refused_is_told_apart() -> None:
+    """What arrived in the last 2 s is not refused yet: with a memory of 10 s, 18% of it all."""
+    refused, served = asked_of(1, 1), asked_of(1, 0)
+    assert served.asked is None
+    assert (served.prompt_tokens, served.new_tokens) == (pytest.approx(5050), pytest.approx(2550))
+    assert refused.asked == pytest.approx((5050, 2550))
+    assert refused.of_all() == replace(served, requests_per_s=refused.requests_per_s)
+    assert refused.requests_per_s == pytest.approx(40.0, rel=0.05)
+    assert refused.prompt_tokens < 0.5 * served.prompt_tokens
+
+
+def test_where_all_are_refused_they_are_what_could_be_served() -> None:
+    demand = Demand(Cadence(0.040), window_s=10.0)
+    for tick in range(100):
+        demand.arrived(1000, 1000, tick * 0.1)
+        demand.refused(1000, 1000, tick * 0.1, tick * 0.1)
+    found = demand.mix(10.0)
+    assert found is not None
+    assert (found.prompt_tokens, found.new_tokens) == (pytest.approx(1000), pytest.approx(1000))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 20_000), st.floats(0.0, 5.0), st.booleans()), min_size=1, max_size=60)
+)
+def test_what_is_served_lies_within_what_was_asked(requests: list[tuple[int, float, bool]]) -> None:
+    """Whatever is refused, and however late: no mean leaves the range of the prompts that came."""
+    demand = Demand(Cadence(0.040), window_s=10.0)
+    events = [(0.1 * n, size, 0.1 * n, False) for n, (size, _, _) in enumerate(requests)]
+    events += [
+        (0.1 * n + wait, size, 0.1 * n, True) for n, (size, wait, is_lost) in enumerate(requests) if is_lost
+    ]
+    for now_s, size, arrived_s, is_refusal in sorted(events):
+        if is_refusal:
+            demand.refused(size, size, arrived_s, now_s)
+        else:
+            demand.arrived(size, size, now_s)
+    found = demand.mix(max(event[0] for event in events))
+    assert found is not None
+    sizes = [size for size, _, _ in requests]
+    for tokens in (found.prompt_tokens, found.new_tokens, found.of_all().prompt_tokens):
+        assert min(sizes) * (1 - 1e-6) <= tokens <= max(sizes) * (1 + 1e-6)
 
 
 def test_longer_answers_are_noticed_before_the_first_has_ended() -> None:
