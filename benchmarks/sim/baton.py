@@ -329,7 +329,7 @@ class Baton:
             plan = self._planner.plan(mix, states, now_s)
             if plan.flips:
                 self._fleet.set_roles((flip.worker_id, flip.role, flip.epoch) for flip in plan.flips)
-                self.roles.append((now_s, len(self._fleet.prefills)))
+                self.roles.append((now_s, sum(state.role == "prefill" for state in states)))
         self._servers = self._capacity()
         if len(self._queue) or now_s - self._arrivals_s < 30.0:
             self._cluster.call(now_s + self.PLAN_S, self._plan)
