@@ -25,7 +25,9 @@ class PlannerConfig(Section):
         description="Gain in requests per second, as a share, below which nobody changes; all mixed counts for so much more.",
     )
     cool_down_s: float = Field(
-        10.0, ge=0, description="Shortest time before a change is followed by one the other way."
+        10.0,
+        ge=0,
+        description="Shortest time before a change is followed by one the other way, but for the first change.",
     )
     upscale_delay_s: float = Field(
         10.0, ge=0, description="How long more replicas are wanted before Serve starts them."

@@ -10,8 +10,8 @@ says which request rate it could sustain at the mix of the last seconds:
 
 The plan of most worth is wanted: worth is that rate, and for all mixed a dead-band more, since that fits whatever comes
 next. It is taken when it is worth a dead-band more than the present one twice in a row, at once when the present one
-cannot carry the demand, and never back before the cool-down has passed. Who becomes a reader drains first: it takes no
-new streams, and its epoch tells late orders apart.
+cannot carry the demand, and never back before the cool-down has passed (only the first change after the start may be
+corrected at once). Who becomes a reader drains first: it takes no new streams, and its epoch tells late orders apart.
 With three workers or fewer all are mixed: there is nothing to gain from specialists one cannot spare.
 Replicas are asked for by the same rates: as many as carry the demand, refused requests too, at the target utilisation.
 """
@@ -263,8 +263,9 @@ class Planner:
         rates = self._rates(model, mix, len(live), present)
         wanted, best, cause, reason = self._hysteresis(mix, rates, present, now_s)
         if wanted != present:
-            self._flipped_s, self._confirmed = now_s, 0
-            self._direction = 1 if wanted > present else -1
+            if self._direction:  # the first change is made knowing least: it may be corrected at once
+                self._flipped_s = now_s
+            self._confirmed, self._direction = 0, 1 if wanted > present else -1
         self._is_all_mixed = wanted == 0
         flips = self._flips(live, num_prefill, wanted)
         if flips and wanted == present:

@@ -119,8 +119,13 @@ def test_readers_alone_get_somebody_who_writes() -> None:
 
 def test_no_way_back_before_the_cool_down() -> None:
     fleet, planner = fleet_of(4, 4), Planner(PlanRules(cool_down_s=10.0), KV)
-    carry_out(planner.plan(mix(1000.0, 8000, 20), list(fleet.workers.values()), 0.0), fleet)
     back = mix(1000.0, 50, 2000)
+    for now, demand in enumerate(
+        (back, mix(1000.0, 8000, 20))
+    ):  # the first, made knowing least, may be corrected
+        plan = planner.plan(demand, list(fleet.workers.values()), float(now))
+        assert plan.cause == "starving"
+        carry_out(plan, fleet)
     early = planner.plan(back, list(fleet.workers.values()), 5.0)
     assert early.flips == ()
     assert "cool-down" in early.reason
