@@ -108,7 +108,10 @@ def model_of(
         max_streams=engine.max_num_seqs,
         fused_stream_s=prefill[3],
     )
-    homes: tuple[RoleLabel, ...] = tuple(worker["role"] for worker in workers)
+    # What placement takes the mixed workers of a small fleet for (coordinator/predict.py).
+    homes: tuple[RoleLabel, ...] = tuple(
+        "prefill" if worker["role"] == "prefill" else "mixed" for worker in workers
+    )
     chunk = engine.max_chunk_tokens
     error, margin = _mean_of(workers, "error"), max(_mean_of(workers, "margin"), 1.0)
     # A mean absolute error is 0.8 of the standard deviation where errors are normal.

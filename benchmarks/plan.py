@@ -100,15 +100,15 @@ def row_of(question: Question, num_workers: int, runs: Sequence[Run]) -> Row:
         "p90_ttft_ms": percentile(ttfts_ms, 90),
         "p50_tpot_ms": percentile(tpots_ms, 50),
         "p90_tpot_ms": percentile(tpots_ms, 90),
-        "readers": _mean_readers(num_workers, runs[0]),
+        "readers": _mean_readers(runs[0]),
         "local_share": _local_share(runs[0]),
     }
 
 
-def _mean_readers(num_workers: int, run: Run) -> float:
-    """Workers whose role allowed them to read prompts, averaged over the run's time; all do before the first flip."""
+def _mean_readers(run: Run) -> float:
+    """Workers that read prompts for others and wrote nothing, averaged over the run's time; none before a plan."""
     assert isinstance(run.controller, Baton), "it was built here"
-    area, since_s, readers = 0.0, 0.0, num_workers
+    area, since_s, readers = 0.0, 0.0, 0
     for time_s, now_reading in run.controller.roles:
         area += readers * (min(time_s, run.span_s) - since_s)
         since_s, readers = min(time_s, run.span_s), now_reading
@@ -181,7 +181,8 @@ def told(question: Question, result: Result) -> str:
     spread = f"{answer['attainment_min']:.1%} to {answer['attainment_max']:.1%} over seeds"
     return (
         f"{promise}: {workers} ({gpus}). They keep {answer['attainment']:.1%} ({spread}), with "
-        f"{answer['readers']:.1f} reading prompts on average, and keep 90% up to {answer['goodput_90']:.3g} requests/s."
+        f"{answer['readers']:.1f} reading for the others on average, and keep 90% up to "
+        f"{answer['goodput_90']:.3g} requests/s."
     )
 
 

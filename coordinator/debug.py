@@ -45,7 +45,8 @@ def audit_json(workers: list[WorkerAudit]) -> dict[str, Any]:
 
 def decisions_json(records: list[Record], plans: list[PlanRecord], now_s: float) -> dict[str, Any]:
     """One object per request, newest first: its placement, or why it waits or was refused, with the predicted numbers
-    of every option in ms, null for what never ends. One per plan: the requests per second that every split would carry.
+    of every option in ms, null for what never ends. One per plan: the requests per second that every number of
+    readers would carry.
     """
     return {
         "decisions": [_decision(record, now_s) for record in records],
@@ -65,6 +66,7 @@ def _plan(record: PlanRecord, now_s: float) -> dict[str, Any]:
             "prompt_tokens": round(mix.prompt_tokens, 1),
             "new_tokens": round(mix.new_tokens, 1),
             "output_tokens": round(mix.output_tokens, 1),
+            "new_tokens_with_refused": round(mix.of_all().new_tokens, 1),
         },
     }
     if plan is None:

@@ -1,6 +1,7 @@
 """What clients ask for, measured where their requests pass: the food of the planner.
 
     request ──► arrived(prompt, what no cache will hold of it) ──tokens──► wrote ──its end, whatever it is──► finished
+                                                               └──no token──► refused: nobody will read the like of it
 
 How much of a prompt a cache holds is known only when it has been read; until then the share of the last requests is
 believed. A replica sees its own clients; Serve spreads requests evenly over ingress replicas, so all of them together
@@ -32,15 +33,18 @@ class DemandMeter:
 
     @contextmanager
     def measured(self, request: GenerateRequest, sink: TokenSink) -> Iterator[MeasuredRequest]:
-        """One request, within. One that was refused asked for service all the same, and wrote nothing."""
-        prompt_len = len(request.prompt_ids)
-        self._demand.arrived(prompt_len, round(prompt_len * (1.0 - self._cached_share)), self._clock())
+        """One request, within. One that ends without a token asked for service all the same, but got none."""
+        prompt_len, arrived_s = len(request.prompt_ids), self._clock()
+        num_new = round(prompt_len * (1.0 - self._cached_share))
+        self._demand.arrived(prompt_len, num_new, arrived_s)
         measured = MeasuredRequest(self, prompt_len, sink)
         try:
             yield measured
         finally:
             if measured.num_tokens:
                 self._demand.finished(measured.num_tokens, self._count_written())
+            else:
+                self._demand.refused(prompt_len, num_new, arrived_s, self._clock())
 
     def wrote(self) -> None:
         """Somebody, a token."""

@@ -31,6 +31,7 @@ from policy.chunks import Cadence
 from policy.fleet import FleetView, WorkerState
 from policy.link_model import LinkModel
 from policy.place import Decision, Job, Option, Placer, PlaceRules
+from policy.planner import SMALL
 from policy.prefix import Key, PrefixIndex, keys_of
 from policy.step_model import StepModel
 
@@ -296,18 +297,18 @@ class Predictor:
         placer: Placer,
         cadence: Cadence,
     ) -> list[WorkerState] | None:
-        """One for each worker; None while a kind of step is known to nobody. One that may do both does the work of its
-        pool, so that prompts and answers meet no more than they must: placement has a writer read, and a reader write,
-        where that is sooner or there is no other.
+        """One for each worker; None while a kind of step is known to nobody. A mixed worker reads, for others too, and
+        writes. Where so few are left that there is no plan, the prefill pool's write only if nobody else has room.
         """
         views = {view.worker_id: view for view in (*readers, *writers)}
         reports = whole_reports(views.values())
         if reports is None:
             return None
         reading, writing = ({view.worker_id for view in group} for group in (readers, writers))
+        is_small = len(self._known) <= SMALL
         states = []
         for worker_id, view in views.items():
-            role: RoleLabel = view.home or "mixed"
+            role: RoleLabel = "prefill" if is_small and view.home == "prefill" else "mixed"
             if worker_id not in reading or worker_id not in writing:
                 role = "prefill" if worker_id in reading else "decode"
             state = self._state(view, role, reports[worker_id])

@@ -283,8 +283,10 @@ class Baton:
     def _triage(self, now_s: float) -> None:
         self._triaged_s = now_s
         for entry in self._queue.triage(now_s, self._servers):
-            request, _ = self._waiting.pop(entry.request_id)
+            request, job = self._waiting.pop(entry.request_id)
             self._cluster.refuse(request)
+            lacking = request.prompt_tokens - max(job.held.values(), default=0)
+            self._demand.refused(request.prompt_tokens, lacking, request.arrived_s, now_s)
             self._count(None)
 
     def _carry_out(self, request: SimRequest, job: Job, option: Option, now_s: float) -> bool:
@@ -327,7 +329,7 @@ class Baton:
             plan = self._planner.plan(mix, states, now_s)
             if plan.flips:
                 self._fleet.set_roles((flip.worker_id, flip.role, flip.epoch) for flip in plan.flips)
-                self.roles.append((now_s, len(self._fleet.prefills)))
+                self.roles.append((now_s, sum(state.role == "prefill" for state in states)))
         self._servers = self._capacity()
         if len(self._queue) or now_s - self._arrivals_s < 30.0:
             self._cluster.call(now_s + self.PLAN_S, self._plan)

@@ -102,7 +102,7 @@ def test_a_live_cluster_becomes_a_model_of_it() -> None:
     sums = {"baton_handoff_bytes_total": 46_000.0 * 500, "baton_prompt_tokens_total": 500.0}
     model = model_of(workers, [{"total": 100}, {"total": 90}], sums, [lone(0.250, 0.0271055)])
     device = model.device
-    assert model.layout.homes == ("prefill", "decode")
+    assert model.layout.homes == ("prefill", "mixed")  # as placement takes a mixed pair
     assert (device.kv_tokens, device.kv_bytes_per_token, device.link_bytes_per_s) == (1440, 46_000, 2e9)
     assert device.host_s == pytest.approx(0.006)  # 20 + 1 + 0.1 ms are explained
     assert model.overhead_s == pytest.approx(0.250 - 0.230 - 0.006)

@@ -19,7 +19,7 @@ from coordinator.planning import PlanRecord
 from coordinator.predict import Record
 from policy.chunks import Cadence
 from policy.place import Option
-from policy.planner import Flip, Mix, Plan
+from policy.planner import Flip, Mix, Plan, Prompts
 
 Step = int | Token | Finished | BaseException | asyncio.Event
 Script = Callable[[GenerateRequest], Sequence[Step]]
@@ -149,7 +149,7 @@ class FakeBackend:
         return [Record("r.1", 0.0, 7, 0.5, "predicted", "placed", placement, (option,))]
 
     def plans(self) -> list[PlanRecord]:
-        mix = Mix(2.0, 100.0, 80.0, 30.0, Cadence(0.05))
+        mix = Mix(2.0, 100.0, 80.0, 30.0, Cadence(0.05), Prompts(250.0, 220.0))
         plan = Plan(
             (Flip("decode-0", "prefill", 7),), 1, 2, 5, {1: 1.5, 2: 3.0}, "gain", "2 readers carry +100.0%"
         )

@@ -241,6 +241,7 @@ async def test_plans_are_told_with_the_rate_of_every_split() -> None:
                 "prompt_tokens": 100.0,
                 "new_tokens": 80.0,
                 "output_tokens": 30.0,
+                "new_tokens_with_refused": 220.0,
             },
             "reason": "2 readers carry +100.0%",
             "num_prefill": 1,

@@ -149,13 +149,14 @@ async def test_labels_follow_the_demand_there_and_back_with_rising_epochs() -> N
         assert sorted(replica.labels().values()).count("prefill") == 3
         [flip] = [record for record in replica.planning.records if not record.is_idle]
         assert flip.plan is not None
-        assert (flip.verdict, set(flip.plan.rates)) == ("starving", {1, 2, 3})
-        flipped = next(worker for worker in workers if worker.duty.epoch)
+        assert (flip.verdict, set(flip.plan.rates)) == ("starving", {0, 1, 2, 3})
+        assert sorted(replica.labels().values()).count("mixed") == 1  # who does not read for others is mixed
+        flipped = next(worker for worker in workers if worker.duty.epoch and worker.duty.role == "prefill")
         await is_told_of(flipped, {worker.worker_id for worker in workers})
         assert flipped.worker_id not in {view.worker_id for view in replica.fleet.views("decode")}
         first_epoch = flipped.duty.epoch
         await replica.serve(40, 4, prompt_len=20, num_tokens=900)
-        assert sorted(replica.labels().values()).count("prefill") == 1
+        assert set(replica.labels().values()) == {"mixed"}
         assert max(worker.duty.epoch for worker in workers) > first_epoch
 
 
@@ -280,3 +281,17 @@ async def test_a_request_that_was_refused_is_demand_too() -> None:
     mix = meter.mix(1)
     assert mix is not None
     assert mix.prompt_tokens == pytest.approx(50)
+
+
+async def test_what_is_refused_is_asked_for_but_nothing_to_plan_readers_for() -> None:
+    meter = DemandMeter(0.050, 10.0, lambda: 5.0)
+    drained(meter, 50, 4)
+    before = meter.mix(1)
+    request = GenerateRequest("r", (1,) * 9950, SamplingParams(max_tokens=4))
+    with pytest.raises(OverloadedError), meter.measured(request, lambda _token: True):
+        raise OverloadedError("no room")
+    mix = meter.mix(1)
+    assert mix is not None
+    assert before is not None
+    assert mix.requests_per_s == pytest.approx(2 * before.requests_per_s)
+    assert (mix.new_tokens, mix.of_all().new_tokens) == (pytest.approx(50), pytest.approx(5000))

@@ -197,9 +197,23 @@ def test_a_mixed_pair_does_the_work_of_its_pools_first_and_the_others_where_it_m
     a = view("a", peers=frozenset({"b"}), home="prefill")
     b = view("b", peers=frozenset({"a"}), num_requests=1, home="decode")
     assert put(p, request(), 0.0, [a, b], [a, b]) == Placement("b", "a")
-    crowded = replace(b, num_requests=60)  # one more would break the promise of all
+    crowded = replace(b, num_requests=60, gap_s=0.012)  # one more would break the promise of all
     assert put(p, request(), 0.0, [a, crowded], [a, crowded]) == Placement("a", None)
     assert last(p).rule == "predicted"
+
+
+def test_where_all_are_mixed_by_plan_pools_do_not_matter() -> None:
+    """More than three: the planner weighed readers, and found none that is worth it."""
+    names = ("a", "b", "c", "d")
+    views = [
+        view(name, peers=frozenset(names) - {name}, num_requests=number, home=home)
+        for name, number, home in zip(
+            names, (0, 9, 9, 9), ("prefill", "prefill", "decode", "decode"), strict=True
+        )
+    ]
+    placement = put(predictor(), request(), 0.0, views, views)
+    assert isinstance(placement, Placement)
+    assert placement.decode_id == "a"
 
 
 def test_a_pair_without_a_tested_connection_is_never_chosen() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contracts.roles import RoleLabel
 from policy.chunks import Cadence
 from policy.fleet import FleetView
 from policy.planner import Demand, Mix, Plan, Planner, PlanRules, sustainable_rate
@@ -19,9 +22,9 @@ def mix(rate: float = 10.0, prompt: float = 1000, output: float = 200) -> Mix:
     return Mix(rate, prompt, prompt, output, Cadence(0.040))
 
 
-def fleet_of(num_prefill: int, num_decode: int) -> FleetView:
+def fleet_of(num_prefill: int, num_others: int, others: RoleLabel = "mixed") -> FleetView:
     prefills = [make_worker(f"p{n}", "prefill") for n in range(num_prefill)]
-    return FleetView([*prefills, *(make_worker(f"d{n}", "decode", 10 + n) for n in range(num_decode))])
+    return FleetView([*prefills, *(make_worker(f"d{n}", others, 10 + n) for n in range(num_others))])
 
 
 def carry_out(plan: Plan, fleet: FleetView) -> None:
@@ -48,7 +51,7 @@ def test_a_shift_is_followed_after_confirmation_with_least_loaded_first() -> Non
     second = planner.plan(calm, list(fleet.workers.values()), 1.0)
     assert [flip.worker_id for flip in second.flips][:2] == ["d0", "d1"]
     carry_out(second, fleet)
-    assert len(fleet.prefills) == second.wanted_prefill
+    assert sum(worker.role == "prefill" for worker in fleet.workers.values()) == second.wanted_prefill
 
 
 def test_starvation_needs_no_confirmation() -> None:
@@ -57,10 +60,72 @@ def test_starvation_needs_no_confirmation() -> None:
     assert "starving" in plan.reason
 
 
+def test_whoever_is_no_reader_is_mixed() -> None:
+    """A label that forbids reading gains nothing: a writer without time left reads nothing anyway."""
+    fleet, planner = fleet_of(4, 4, "decode"), Planner(PlanRules(dead_band=10.0), KV)
+    plan = planner.plan(mix(1.0, 8000, 20), list(fleet.workers.values()), 0.0)
+    assert (plan.cause, plan.reason) == ("labels", "labels of 4 readers")
+    assert {(flip.worker_id, flip.role) for flip in plan.flips} == {(f"d{n}", "mixed") for n in range(4)}
+
+
+def test_where_specialists_carry_no_more_all_are_mixed_and_stay_so() -> None:
+    fleet, planner = fleet_of(4, 4), Planner(PlanRules(), KV)
+    answers = mix(0.1, 20, 2000)
+    for now in range(2):
+        plan = planner.plan(answers, list(fleet.workers.values()), float(now))
+        carry_out(plan, fleet)
+    assert (plan.cause, plan.wanted_prefill) == ("gain", 0)
+    assert {worker.role for worker in fleet.workers.values()} == {"mixed"}
+    calm = planner.plan(answers, list(fleet.workers.values()), 2.0)
+    assert (calm.cause, calm.flips) == ("dead_band", ())
+
+
+def test_specialists_must_be_worth_two_dead_bands_to_begin_and_nothing_to_stay() -> None:
+    """What is barely better than all mixed is neither begun nor given up, so that it is not done in turns."""
+
+    def first_word(num_prefill: int, dead_band: float) -> Plan:
+        workers, rules = (
+            fleet_of(num_prefill, 8 - num_prefill),
+            PlanRules(dead_band=dead_band, confirmations=1),
+        )
+        return Planner(rules, KV).plan(mix(0.1, 8000, 100), list(workers.workers.values()), 0.0)
+
+    rates = first_word(0, 0.0).rates
+    best = max(rates, key=rates.__getitem__)
+    gain = rates[best] / rates[0] - 1.0
+    assert 0.05 < gain < 0.5
+    assert first_word(0, gain / 3).cause == "gain"
+    assert first_word(0, gain * 2 / 3).cause == "dead_band"
+    assert first_word(best, gain * 2 / 3).cause == "dead_band"
+
+
+def test_who_starts_as_a_reader_where_all_are_mixed_becomes_mixed_at_once() -> None:
+    planner, workers, answers = (
+        Planner(PlanRules(), KV),
+        list(fleet_of(0, 4).workers.values()),
+        mix(0.1, 20, 2000),
+    )
+    assert planner.plan(answers, workers, 0.0).flips == ()
+    plan = planner.plan(answers, [*workers, make_worker("new", "prefill")], 1.0)
+    assert [(flip.worker_id, flip.role) for flip in plan.flips] == [("new", "mixed")]
+    assert plan.cause == "labels"
+
+
+def test_readers_alone_get_somebody_who_writes() -> None:
+    plan = Planner(PlanRules(), KV).plan(mix(1.0, 8000, 20), list(fleet_of(5, 0).workers.values()), 0.0)
+    assert plan.cause == "labels"
+    assert {flip.role for flip in plan.flips} == {"mixed"}
+
+
 def test_no_way_back_before_the_cool_down() -> None:
     fleet, planner = fleet_of(4, 4), Planner(PlanRules(cool_down_s=10.0), KV)
-    carry_out(planner.plan(mix(1000.0, 8000, 20), list(fleet.workers.values()), 0.0), fleet)
     back = mix(1000.0, 50, 2000)
+    for now, demand in enumerate(
+        (back, mix(1000.0, 8000, 20))
+    ):  # the first, made knowing least, may be corrected
+        plan = planner.plan(demand, list(fleet.workers.values()), float(now))
+        assert plan.cause == "starving"
+        carry_out(plan, fleet)
     early = planner.plan(back, list(fleet.workers.values()), 5.0)
     assert early.flips == ()
     assert "cool-down" in early.reason
@@ -89,10 +154,10 @@ def test_three_or_fewer_are_all_mixed(size: int) -> None:
         st.tuples(st.floats(0.1, 1000), st.floats(10, 20_000), st.floats(2, 3000)), min_size=1, max_size=8
     ),
 )
-def test_one_of_each_role_always_remains_and_epochs_grow(
+def test_somebody_reads_and_somebody_writes_always_and_epochs_grow(
     size: int, steps: list[tuple[float, float, float]]
 ) -> None:
-    fleet, planner = fleet_of(size // 2, size - size // 2), Planner(PlanRules(), KV)
+    fleet, planner = fleet_of(size // 2, size - size // 2, "decode"), Planner(PlanRules(), KV)
     newest = 0
     for now, (rate, prompt, output) in enumerate(steps):
         plan = planner.plan(mix(rate, prompt, output), list(fleet.workers.values()), now * 20.0)
@@ -102,8 +167,9 @@ def test_one_of_each_role_always_remains_and_epochs_grow(
         carry_out(plan, fleet)
         assert fleet.prefills
         assert fleet.decodes
-        assert len(fleet.prefills) + len(fleet.decodes) == size
         assert plan.wanted_prefill in plan.rates
+        assert 0 in plan.rates
+        assert {worker.role for worker in fleet.workers.values()} <= {"prefill", "mixed"}
         assert plan.num_workers >= 2
 
 
@@ -163,6 +229,72 @@ def test_demand_measures_rate_and_lengths() -> None:
     assert (found.prompt_tokens, found.new_tokens) == (pytest.approx(1000), pytest.approx(400))
     assert found.output_tokens == pytest.approx(150, rel=0.05)
     assert 20 < demand.short_output < 40  # a fifth of the answers has 30
+
+
+def asked_of(num_long: int, num_refused: int) -> Mix:
+    """One prompt of 100 tokens each 50 ms, beside it `num_long` of 10,000, of which so many are refused 2 s later."""
+    demand = Demand(Cadence(0.040), window_s=10.0)
+    for tick in range(2000):
+        now_s = tick * 0.05
+        demand.arrived(100, 100, now_s)
+        for _ in range(num_long):
+            demand.arrived(10_000, 5_000, now_s)
+        if tick >= 40:
+            for _ in range(num_refused):
+                demand.refused(10_000, 5_000, now_s - 2.0, now_s)
+    found = demand.mix(100.0)
+    assert found is not None
+    return found
+
+
+def test_nobody_plans_for_what_is_refused_but_replicas_are_wanted_for_it() -> None:
+    """What arrived in the last 2 s is not refused yet: with a memory of 10 s, 18% of it all."""
+    refused, served = asked_of(1, 1), asked_of(1, 0)
+    assert served.asked is None
+    assert (served.prompt_tokens, served.new_tokens) == (pytest.approx(5050), pytest.approx(2550))
+    assert refused.asked == pytest.approx((5050, 2550))
+    assert refused.of_all() == replace(served, requests_per_s=refused.requests_per_s)
+    assert refused.requests_per_s == pytest.approx(40.0, rel=0.05)
+    assert refused.prompt_tokens < 0.5 * served.prompt_tokens
+    plans = [
+        Planner(PlanRules(), KV).plan(demand, list(fleet_of(4, 4).workers.values()), 0.0)
+        for demand in (refused, served)
+    ]
+    assert plans[0].wanted_prefill < plans[1].wanted_prefill
+    assert plans[0].num_workers == plans[1].num_workers
+
+
+def test_where_all_are_refused_they_are_what_could_be_served() -> None:
+    demand = Demand(Cadence(0.040), window_s=10.0)
+    for tick in range(100):
+        demand.arrived(1000, 1000, tick * 0.1)
+        demand.refused(1000, 1000, tick * 0.1, tick * 0.1)
+    found = demand.mix(10.0)
+    assert found is not None
+    assert (found.prompt_tokens, found.new_tokens) == (pytest.approx(1000), pytest.approx(1000))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 20_000), st.floats(0.0, 5.0), st.booleans()), min_size=1, max_size=60)
+)
+def test_what_is_served_lies_within_what_was_asked(requests: list[tuple[int, float, bool]]) -> None:
+    """Whatever is refused, and however late: no mean leaves the range of the prompts that came."""
+    demand = Demand(Cadence(0.040), window_s=10.0)
+    events = [(0.1 * n, size, 0.1 * n, False) for n, (size, _, _) in enumerate(requests)]
+    events += [
+        (0.1 * n + wait, size, 0.1 * n, True) for n, (size, wait, is_lost) in enumerate(requests) if is_lost
+    ]
+    for now_s, size, arrived_s, is_refusal in sorted(events):
+        if is_refusal:
+            demand.refused(size, size, arrived_s, now_s)
+        else:
+            demand.arrived(size, size, now_s)
+    found = demand.mix(max(event[0] for event in events))
+    assert found is not None
+    sizes = [size for size, _, _ in requests]
+    for tokens in (found.prompt_tokens, found.new_tokens, found.of_all().prompt_tokens):
+        assert min(sizes) * (1 - 1e-6) <= tokens <= max(sizes) * (1 + 1e-6)
 
 
 def test_longer_answers_are_noticed_before_the_first_has_ended() -> None:
