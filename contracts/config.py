@@ -91,9 +91,9 @@ class EngineConfig(Section):
         description="Prompt tokens computed in one step beside running decodes (local prefill, recompute); never more than max_chunk_tokens. With slo.itl_ms: only until the worker knows what fits.",
     )
     max_prefill_step_s: float = Field(
-        0.6,
+        0.3,
         gt=0,
-        description="Prompt tokens computed in one step are cut to what takes about this long, as measured, but not below 64: a step cannot be interrupted, so a request that ends frees its blocks up to a step later. Seldom reached on a GPU.",
+        description="Prompt tokens computed in one step are cut to what takes about this long, as measured, but not below 64: a step cannot be interrupted, so short prompts wait for its end, and a request that ends frees its blocks up to a step later. Seldom reached on a GPU.",
     )
     max_waiting: int = Field(256, ge=1, description="Prompts a worker queues before it refuses.")
     stall_timeout_s: float = Field(

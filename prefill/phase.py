@@ -48,8 +48,8 @@ class _Job:
 
 
 class PrefillPhase:
-    """First come, first served, in chunks; up to half of each step is for short prompts that came later, so that they
-    wait one step behind long ones, and the long ones take at most twice as long for it.
+    """First come, first served, in chunks; but short prompts that came later may have all of a step, and half of the
+    next one, so that they wait one step behind long ones. The long ones take at most four times as long for it.
 
     A step takes about `max_prefill_step_s` at the speed measured last, and `max_chunk_tokens` at most. All methods on
     the engine thread. `adopt` takes over local sequences with their first token drawn and emitted.
@@ -73,6 +73,7 @@ class PrefillPhase:
         self._adopt = adopt
         self._clock = clock
         self._pace = ChunkPace(config.max_prefill_step_s)
+        self._is_owed = False  # to long prompts: half a step at least
         self._pure_since_s: float | None = None  # the running step began then, and nothing else is in it
         self.waiting: OrderedDict[str, _Job] = OrderedDict()
         self.running: dict[str, _Job] = {}
@@ -147,7 +148,9 @@ class PrefillPhase:
         """Short prompts, then chunks in order of arrival, until the step's share is used up; fewer beside decodes."""
         left = share = min(self._share(budget), budget.num_tokens)
         works: list[Work] = []
-        left -= self._propose_short(share // 2, works)
+        num_short = self._propose_short(share // 2 if self._is_owed else share, works)
+        self._is_owed = num_short > share // 2
+        left -= num_short
         taken = {work.seq.request_id for work in works}
         for job in self.running.values():
             if left == 0:

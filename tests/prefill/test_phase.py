@@ -56,6 +56,20 @@ def test_a_short_prompt_waits_one_step_behind_long_ones_which_keep_half_of_it() 
         assert worker.outputs(request.request_id) == oracle(request)[0][:1]
 
 
+def test_short_prompts_of_more_than_half_a_step_pass_a_long_one_in_every_second() -> None:
+    worker = TinyWorker(num_blocks=64, config=EngineConfig(max_chunk_tokens=10))
+    long = make_request(35, sampling=LONG)
+    shorts = [make_request(8, salt=str(number), sampling=LONG) for number in range(3)]
+    worker.start_remote(long, FakeSink())
+    worker.step()
+    for request in shorts:
+        worker.start_remote(request, FakeSink())
+    worker.run()
+    assert chunks(worker) == [[10], [8, 2], [10], [8, 2], [10], [1, 8]]
+    for request in (long, *shorts):
+        assert worker.outputs(request.request_id) == oracle(request)[0][:1]
+
+
 def test_a_short_prompt_takes_no_block_that_one_before_it_waits_for() -> None:
     worker = TinyWorker(num_blocks=9, config=EngineConfig(max_chunk_tokens=8))
     running, long, short = (make_request(n, sampling=LONG) for n in (15, 14, 3))
