@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from coordinator.local_ray import RAY_ENVIRONMENT
 from tests.lanes import (  # noqa: F401  # hooks
@@ -26,6 +27,10 @@ for name, value in RAY_ENVIRONMENT.items():
     if name.startswith("RAY_SERVE_"):
         os.environ.setdefault(name, value)
 
+
+# An example that takes long says something about the machine, not about the code.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 # Kernels are interpreted on CPU tensors if this is set when Triton is first imported: by a test, or by a further
 # conftest that pytest reads before it collects. Processes that tests start do without.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import arrivals
@@ -17,7 +17,6 @@ def test_constant_arrivals_are_evenly_spaced() -> None:
     assert arrivals.constant(4.0, 0) == []
 
 
-@settings(deadline=None)
 @given(RATES, st.integers(2, 300), st.floats(0.1, 10.0), st.integers(0, 2**32 - 1))
 def test_gamma_offers_exactly_its_rate_in_order(rate: float, count: int, shape: float, seed: int) -> None:
     times = arrivals.gamma(rate, count, shape, seed)
@@ -51,7 +50,6 @@ def test_replay_keeps_the_shape_and_scales_time() -> None:
     assert arrivals.replay([]) == []
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=50), st.integers(0, 1000))
 def test_jitter_fills_the_grain_only(ticks: list[int], seed: int) -> None:
     recorded = [3.0 * tick for tick in sorted(ticks)]

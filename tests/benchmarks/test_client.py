@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.client import Call, Client, EventReader, RunClock, Target, Trail, named_model
@@ -18,7 +18,6 @@ from tests.benchmarks.builders import fake_server, stamps
 STREAM = b": hi\n\ndata: one\n\nevent: x\r\ndata: two\r\ndata:2\r\n\r\ndata: [DONE]\n\n"
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, len(STREAM)), max_size=8))
 def test_events_do_not_depend_on_how_bytes_arrive(cuts: list[int]) -> None:
     reader, bounds = EventReader(), [0, *sorted(cuts), len(STREAM)]

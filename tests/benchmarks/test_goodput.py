@@ -26,7 +26,7 @@ class Cliff:
         return min(1.0, self.knee / rate)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.floats(0.02, 900.0), st.floats(0.01, 1000.0))
 def test_goodput_is_within_five_percent_below_the_truth(knee: float, start: float) -> None:
     cliff = Cliff(knee)

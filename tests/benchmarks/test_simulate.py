@@ -64,7 +64,7 @@ def made(rows: list[tuple[int, int, int, int]]) -> list[SimRequest]:
     return requests
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(rows=REQUESTS, seed=st.integers(0, 9), number=st.integers(0, len(SYSTEMS) - 1))
 def test_everyone_ends_once_and_every_block_comes_back(
     rows: list[tuple[int, int, int, int]], seed: int, number: int
@@ -132,7 +132,6 @@ def test_a_cached_prefix_is_not_read_again() -> None:
     assert [request.hit_tokens for request in requests] == [0, 15 * 512]
 
 
-@settings(deadline=None)
 @given(
     steps=st.lists(st.tuples(st.integers(1, 9000), st.integers(0, 5), st.booleans()), min_size=1, max_size=40)
 )

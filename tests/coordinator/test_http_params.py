@@ -350,7 +350,7 @@ FIELDS = [
 GOOD_MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),
     st.sampled_from(["/v1/chat/completions", "/v1/completions"]),
@@ -368,7 +368,7 @@ async def test_no_body_makes_a_5xx(fields: dict[str, Any], path: str, is_valid_o
             error_of(response)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.binary(max_size=60))
 async def test_no_bytes_make_a_5xx(raw: bytes) -> None:
     async with service() as s:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from contracts.request import Finished, Token
@@ -35,7 +35,6 @@ def is_plain(job: Job) -> bool:
     return PlainText.suits(plan, plan.request, job)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 257), max_size=40), st.booleans(), st.booleans())
 def test_text_that_goes_straight_through_is_that_of_the_long_way(
     ids: list[int], skip: bool, ignore_eos: bool
@@ -71,7 +70,6 @@ def test_whoever_wants_more_than_text_goes_the_long_way(
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 @pytest.mark.parametrize("wants_usage", [False, True])
-@settings(deadline=None)
 @given(text=st.text(max_size=20))
 def test_a_chunk_that_is_known_beforehand_is_the_one_that_is_made_each_time(
     endpoint: Literal["chat", "completions"], wants_usage: bool, text: str

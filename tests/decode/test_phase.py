@@ -335,7 +335,7 @@ class Story:
                 self.worker.loop.submit(lambda rid=request_id: self.worker.prefill.handed_off(rid, None))  # type: ignore[misc]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     arrivals=st.lists(ARRIVALS, min_size=3, max_size=8),
     num_blocks=st.integers(15, 22),

@@ -254,7 +254,7 @@ ANY_ROW = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     rows=st.lists(ANY_ROW, min_size=1, max_size=5),
     seed=st.integers(0, 2**32),
@@ -272,7 +272,7 @@ def test_a_row_does_not_depend_on_its_batch(rows: list[SamplingRow], seed: int, 
         assert row.position >= row.params.min_tokens or token.token_id not in (1, *row.params.stop_token_ids)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(row=ANY_ROW, seed=st.integers(0, 2**32))
 def test_top_1_is_greedy(row: SamplingRow, seed: int) -> None:
     logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(seed))

@@ -26,7 +26,7 @@ from kvtransfer.slots import (
 sizes = st.integers(0, 70)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), sizes, st.integers(1, 8), st.integers(1, 20))
 def test_a_plan_cuts_every_token_once_and_no_piece_is_too_long(
     data: st.DataObject, num_tokens: int, block_size: int, max_tokens: int
@@ -60,7 +60,7 @@ def test_a_plan_cuts_every_token_once_and_no_piece_is_too_long(
     assert not arrivals.is_complete(plan.num_chunks + 1, num_tokens)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(sizes, max_size=6), sizes, st.integers(1, 8), st.integers(1, 20))
 def test_a_plan_without_an_end_sends_full_blocks_until_it_is_told_the_end(
     readies: list[int], num_tokens: int, block_size: int, max_tokens: int
@@ -111,7 +111,7 @@ def test_a_piece_damaged_too_often_is_a_typed_error() -> None:
         plan.done(number, False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(sizes, sizes), max_size=8), sizes, sizes)
 def test_arrivals_are_complete_only_if_no_token_is_missing(
     ranges: list[tuple[int, int]], start: int, num_tokens: int
@@ -144,7 +144,7 @@ flows = st.tuples(st.integers(0, 1), st.sampled_from(["", "a", "b"]))
 events = st.sampled_from(["want", "keep", "begin", "finish", "quarantine", "unused", "peer", "drop"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(events, flows, st.integers(0, 5)), max_size=40))
 def test_slots_sum_up_and_each_has_one_owner(script: list[tuple[str, tuple[int, str], int]]) -> None:
     table = SlotTable(8)
@@ -193,7 +193,7 @@ def test_slots_sum_up_and_each_has_one_owner(script: list[tuple[str, tuple[int, 
     assert table.counts() == SlotCounts(8, 0, 0, 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=6))
 def test_credits_go_round_and_nobody_waits_for_more_than_one_turn_of_the_others(wants: list[int]) -> None:
     table = SlotTable(1)

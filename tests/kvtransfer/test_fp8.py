@@ -53,7 +53,7 @@ def allowed(values: Tensor) -> Tensor:
     return torch.maximum(values.abs() / 16, scale / 1024) * 1.01
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data(), st.sampled_from(["float32", "bfloat16"]), st.sampled_from([4, 8]))
 def test_what_arrives_is_within_the_known_error_and_nothing_else_is_written(
     data: st.DataObject, dtype: str, target_size: int

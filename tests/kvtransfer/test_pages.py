@@ -28,7 +28,7 @@ def naive(slab: Tensor, block_ids: list[int], low: int, high: int) -> Tensor:
     return torch.cat(parts).view(torch.uint8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), tables, st.sampled_from(["float32", "bfloat16"]))
 def test_gather_is_the_reference_and_scatter_its_inverse(
     data: st.DataObject, block_ids: list[int], dtype: str

@@ -55,7 +55,7 @@ def num_blocks_of(num_tokens: int, layout: KvLayout) -> int:
     return -(-num_tokens // layout.block_size)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.data(),
     st.sampled_from([(2, 4), (4, 2), (4, 4), (1, 8), (8, 2)]),

@@ -490,5 +490,5 @@ def as_dict(ticket: Ticket) -> dict[str, Any]:
     return {name: getattr(ticket, name) for name in Ticket.__dataclass_fields__}
 
 
-Handoffs.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Handoffs.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestHandoffs = Handoffs.TestCase

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.chunks import Cadence, Prompt, plan_step
@@ -17,7 +17,6 @@ prompts_of = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(prompts=prompts_of, decodes=st.integers(0, 200), budget_ms=st.integers(1, 300))
 def test_a_step_keeps_its_budget_or_reads_nothing(
     prompts: list[Prompt], decodes: int, budget_ms: int

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.chunks import Cadence
@@ -187,7 +187,6 @@ def test_an_older_role_order_changes_nothing() -> None:
     assert len(fleet.decodes) == 3
 
 
-@settings(deadline=None)
 @given(
     jobs=st.lists(st.tuples(st.integers(10, 20_000), st.floats(0.05, 10.0)), min_size=1, max_size=60),
     num_prefill=st.integers(0, 5),
@@ -224,7 +223,6 @@ def test_nobody_is_promised_what_a_worker_cannot_keep(
         assert worker.used_tokens == streams * 1000
 
 
-@settings(deadline=None)
 @given(size=st.integers(0, 60), limit=st.integers(1, 20), seed=st.integers(0, 100))
 def test_nobody_is_drawn_twice(size: int, limit: int, seed: int) -> None:
     workers: list[WorkerState] = [make_worker(str(n)) for n in range(size)]

@@ -147,7 +147,7 @@ def test_three_or_fewer_are_all_mixed(size: int) -> None:
     assert {worker.role for worker in fleet.workers.values()} == {"mixed"}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     size=st.integers(4, 40),
     steps=st.lists(
@@ -274,7 +274,7 @@ def test_where_all_are_refused_they_are_what_could_be_served() -> None:
     assert (found.prompt_tokens, found.new_tokens) == (pytest.approx(1000), pytest.approx(1000))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.integers(1, 20_000), st.floats(0.0, 5.0), st.booleans()), min_size=1, max_size=60)
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from contracts.blocks import block_hashes
@@ -18,7 +18,6 @@ def chain(branch: int, length: int) -> list[int]:
     return [n if n < 4 else 1000 * (branch + 1) + n for n in range(length)]
 
 
-@settings(deadline=None)
 @given(stored=CHAINS, branch=st.integers(0, 3), length=st.integers(1, 12))
 def test_longest_is_what_a_walk_finds(stored: list[tuple[str, int, int]], branch: int, length: int) -> None:
     index = PrefixIndex()
@@ -35,7 +34,6 @@ def test_longest_is_what_a_walk_finds(stored: list[tuple[str, int, int]], branch
     assert index.longest(asked) == expected
 
 
-@settings(deadline=None)
 @given(stored=CHAINS, kept=st.integers(0, 11))
 def test_evicted_ends_are_gone_and_beginnings_stay(stored: list[tuple[str, int, int]], kept: int) -> None:
     index = PrefixIndex()

@@ -6,7 +6,7 @@ import math
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.queue import Waiting, WaitingQueue
@@ -36,7 +36,6 @@ def can_all_be_in_time(jobs: tuple[tuple[int, int], ...]) -> bool:
     return True
 
 
-@settings(deadline=None)
 @given(jobs=JOBS)
 def test_triage_keeps_as_many_as_can_be_in_time(jobs: list[tuple[int, int]]) -> None:
     queue = WaitingQueue()
@@ -53,7 +52,6 @@ def test_triage_keeps_as_many_as_can_be_in_time(jobs: list[tuple[int, int]]) -> 
     assert len(queue) + len(hopeless) == len(jobs)
 
 
-@settings(deadline=None)
 @given(
     jobs=JOBS,
     steps=st.lists(st.tuples(st.sampled_from(["take", "remove", "triage"]), st.integers(0, 6)), max_size=12),
@@ -242,7 +240,6 @@ ENTRIES = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(entries=ENTRIES, taken=st.lists(st.integers(0, 11), max_size=6), now_s=st.floats(0.0, 60.0))
 def test_everyone_is_in_the_order_once_and_classes_never_mix(
     entries: list[tuple[str, str, float, bool]], taken: list[int], now_s: float

@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.step_model import Coefficients, Sample, StepModel, Work
@@ -90,7 +90,6 @@ def test_a_sweep_of_one_kind_is_refused() -> None:
         StepModel.from_sweep([Sample(Work(0, 0, 1, 10), 0.01)])
 
 
-@settings(deadline=None)
 @given(
     decodes=st.integers(0, 300),
     context=st.integers(10, 3000),

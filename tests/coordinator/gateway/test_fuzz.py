@@ -37,9 +37,7 @@ EVERYTHING: dict[str, Any] = {
     "max_file_bytes": 4096,
 }
 # Each example has an application of its own; the limit is on their number.
-FUZZ = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
-)
+FUZZ = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 
 
 def cases() -> st.SearchStrategy[Any]:

@@ -53,7 +53,7 @@ async def run(text: GuardedText, pieces: list[str]) -> str:
 WORDS = st.sampled_from(["a", "ann@example.org", "@", ".", " ", "x.y@z.co", "org", "bob", "\n", "é"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(WORDS, max_size=12), st.data())
 def test_however_the_text_is_cut_it_comes_out_as_if_it_had_come_at_once(
     words: list[str], data: st.DataObject
@@ -67,7 +67,7 @@ def test_however_the_text_is_cut_it_comes_out_as_if_it_had_come_at_once(
     assert out == EMAIL.sub("[e-mail]", text)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.text(max_size=60), st.integers(1, 8))
 def test_without_anything_to_find_nothing_changes(text: str, width: int) -> None:
     assert EMAIL.search(text) is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.text.detokenizer import Detokenizer
@@ -20,13 +20,11 @@ def stream(
     return [*map(detokenizer.push, ids), detokenizer.flush()]
 
 
-@settings(deadline=None)
 @given(IDS, st.booleans())
 def test_the_joined_stream_equals_the_decoded_whole(ids: list[int], skip: bool) -> None:
     assert "".join(stream(TEXT, ids, skip=skip)) == TEXT.decode(ids, skip_special_tokens=skip)
 
 
-@settings(deadline=None)
 @given(st.text(st.characters(codec="utf-8"), max_size=20))
 def test_no_piece_of_valid_text_is_half_a_character(line: str) -> None:
     pieces = stream(TEXT, list(line.encode()))
@@ -34,7 +32,6 @@ def test_no_piece_of_valid_text_is_half_a_character(line: str) -> None:
     assert sum(piece.count("\ufffd") for piece in pieces) == line.count("\ufffd")
 
 
-@settings(deadline=None)
 @given(st.text(st.characters(codec="utf-8"), min_size=1, max_size=9), st.data())
 def test_a_prompt_cut_inside_a_character_is_completed(line: str, data: st.DataObject) -> None:
     raw = list(line.encode())

@@ -83,7 +83,7 @@ def test_each_numeral_stands_alone() -> None:
     assert text.encode(" ¾") == [*text.encode(" "), *text.encode("¾")]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["N"]), max_size=80))
 def test_any_text_encodes_like_the_oracle(line: str) -> None:
     assert embedded().encode(line) == oracle().encode(line, add_special_tokens=False)
@@ -95,7 +95,7 @@ def single_bytes() -> frozenset[bytes]:
     return frozenset(piece for i in range(text.vocab_size) if len(piece := text.token_bytes(i)) == 1)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(st.characters(codec="utf-8", max_codepoint=0xFFFF), max_size=80))
 def test_decode_undoes_encode(line: str) -> None:
     text = embedded()
@@ -104,7 +104,7 @@ def test_decode_undoes_encode(line: str) -> None:
     assert text.decode(text.encode(line), skip_special_tokens=False) == line
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 49151), max_size=30), st.booleans())
 def test_any_ids_decode_like_the_library(ids: list[int], skip: bool) -> None:
     reference: str = read_library_tokenizer().decode(ids, skip_special_tokens=skip)
