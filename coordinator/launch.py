@@ -31,6 +31,7 @@ import contextlib
 import importlib
 import json
 import logging
+import re
 import shutil
 import sys
 import threading
@@ -57,6 +58,7 @@ _READY_INTERVAL_S = 0.1
 _FAILURES_INTERVAL_S = 1.0
 _STILL_S = 10.0
 _HTTP_TIMEOUT_S = 5.0
+_STEP_AGE = re.compile(r'^baton_worker_step_age_seconds{role="(\w+)",worker_id="([^"]+)"}', re.MULTILINE)
 
 # Takes `model` and `config` as given to the launcher, returns a Serve application.
 Build = Callable[[dict[str, str]], Any]
@@ -370,13 +372,15 @@ def _first_model(url: str) -> tuple[str, bool]:
 
 
 def _workers(url: str) -> dict[str, list[str]]:
-    """`role -> [worker_id (pid n)]`; empty where /debug/kv wants a key."""
+    """`role -> [worker_id (pid n)]`; without pids where /debug/kv wants a key, empty where /metrics does, too."""
     found: dict[str, list[str]] = {}
     status, body = _get(f"{url}/debug/kv")
     with contextlib.suppress(ValueError, KeyError, TypeError):
         if status == 200:
             for worker in json.loads(body)["workers"]:
                 found.setdefault(worker["role"], []).append(f"{worker['worker_id']} (pid {worker['pid']})")
+    for role, worker_id in () if found else _STEP_AGE.findall(_get(f"{url}/metrics")[1]):
+        found.setdefault(role, []).append(worker_id)
     return found
 
 

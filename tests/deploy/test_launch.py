@@ -272,6 +272,17 @@ def test_a_long_silence_is_broken_by_what_still_goes_on(
     assert capsys.readouterr().out.startswith("[ 12.0 s] starting Ray\n[ 12.0 s] still starting Ray\n")
 
 
+def test_the_pools_are_shown_where_only_metrics_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = "".join(
+        f'baton_worker_step_age_seconds{{role="{role}",worker_id="{role}-0"}} 0.1\n'
+        for role in ("decode", "prefill")
+    )
+    monkeypatch.setattr(
+        launch, "_get", lambda url: (200, f"# TYPE …\n{metrics}") if url.endswith("/metrics") else (403, "{}")
+    )
+    assert launch._workers("http://here") == {"decode": ["decode-0"], "prefill": ["prefill-0"]}
+
+
 def test_hosts_that_others_reach_are_told_apart() -> None:
     assert [is_loopback_host(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1")] == [
         True, True, True, False, False,
