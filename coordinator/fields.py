@@ -53,9 +53,19 @@ def refuse_misspelt_within(value: Any, fields: Collection[str], where: str, para
 def _misspelt(
     body: dict[str, Any], fields: Collection[str], known: Collection[str], limit: int
 ) -> Iterator[tuple[str, str]]:
+    letters = {_letters(name): name for name in fields}
     for key in islice((key for key in body if key not in known), limit):
-        if len(key) <= _MAX_SHOWN and (close := get_close_matches(key, fields, 1, _LIKENESS)):
+        if len(key) > _MAX_SHOWN:
+            continue
+        if same := letters.get(_letters(key)):
+            yield key, same
+        elif close := get_close_matches(key, fields, 1, _LIKENESS):
             yield key, close[0]
+
+
+def _letters(name: str) -> str:
+    """The same for `response_format`, `responseFormat` and `response_fromat`."""
+    return "".join(sorted(name.lower().replace("_", "").replace("-", "")))
 
 
 def read_model(kind: type[AnyModel], body: dict[str, Any]) -> AnyModel:

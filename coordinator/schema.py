@@ -347,4 +347,4 @@ def _known_fields(kind: type[Params]) -> frozenset[str]:
 @cache
 def _answering_fields(kind: type[Params]) -> frozenset[str]:
     """Those that an answer depends on."""
-    return frozenset(kind.model_fields.keys() - Notes.model_fields.keys())
+    return frozenset((*(kind.model_fields.keys() - Notes.model_fields.keys()), *_READ_ELSEWHERE))

@@ -29,7 +29,7 @@ from engine.text.grammar import (
 from engine.text.tokenizer import TextModel
 from engine.text.trial import GrammarTrial
 
-MAX_CHOICES = 10_000
+MAX_CHOICES = 1900  # different ones: the library follows 2,000 rules at once
 _STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
 _VALUES = ("const", "enum", "default", "examples")  # of a schema: no schemas, whatever they look like
 _WRITING = (
@@ -252,10 +252,19 @@ def _structure(kind: str, value: Any, field: _Field, writing: _Writing) -> str:
     if kind == "json":
         return _schema(value, field.param, writing)
     if kind == "choice":
-        is_list = isinstance(value, list) and 0 < len(value) <= MAX_CHOICES
-        if not is_list or not all(isinstance(item, str) and item for item in value):
+        if (
+            not isinstance(value, list)
+            or not value
+            or not all(isinstance(item, str) and item for item in value)
+        ):
             raise field.expected("a list of texts", value)
-        return choice_grammar(value)
+        choices = list(dict.fromkeys(value))
+        if len(choices) > MAX_CHOICES:
+            raise RequestError(
+                f"{field.name}: expected at most {MAX_CHOICES} different texts but got {len(choices)}",
+                param=field.param,
+            )
+        return choice_grammar(choices)
     if not isinstance(value, str) or not value:
         raise field.expected("text", value)
     if kind == "regex":

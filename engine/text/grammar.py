@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from contracts.errors import BatonError, EngineError, RequestError
@@ -64,7 +64,9 @@ def ebnf_grammar(text: str) -> str:
     """GBNF (a rule named `root`) or Lark (a rule named `start`). Raises RequestError for what is neither."""
     try:
         return lark_grammar(any_to_lark(text))
-    except (GbnfToLarkError, ValueError, LookupError, TypeError, AssertionError, RecursionError) as error:
+    except (
+        Exception
+    ) as error:  # the translator raises whatever comes to hand, the bare class for a missing rule
         raise RequestError(f"grammar: expected GBNF or Lark but: {str(error)[:_MAX_MESSAGE]}") from error
 
 

@@ -435,7 +435,19 @@ async def test_unseeded_requests_draw_different_seeds() -> None:
 
 @pytest.mark.parametrize(
     ("field", "meant"),
-    [("temprature", "temperature"), ("max_token", "max_tokens"), ("stops", "stop"), ("logprob", "logprobs")],
+    [
+        ("temprature", "temperature"),
+        ("max_token", "max_tokens"),
+        ("stops", "stop"),
+        ("logprob", "logprobs"),
+        ("sotp", "stop"),
+        ("tolos", "tools"),
+        ("maxTokens", "max_tokens"),
+        ("toolChoice", "tool_choice"),
+        ("response_fromat", "response_format"),
+        ("structured_outptus", "structured_outputs"),
+        ("guided_regx", "guided_regex"),
+    ],
 )
 async def test_a_misspelt_field_is_told(field: str, meant: str) -> None:
     async with service() as s:

@@ -12,6 +12,7 @@ from starlette.routing import Route
 from contracts.request import Finished, PromptLogprob, Token
 from coordinator.http import make_app
 from coordinator.schema import _READ_ELSEWHERE
+from coordinator.shape import MAX_CHOICES
 from engine.text.grammar import Grammars
 from tests.coordinator.fake_backend import EOS, FakeBackend, reply
 from tests.coordinator.http_tools import (
@@ -665,3 +666,15 @@ async def test_the_openapi_document_describes_every_public_route() -> None:
         for reference in re.findall(r'"\$ref": "#/components/schemas/(\w+)"', json.dumps(found)):
             assert reference in schemas
         assert "swagger" in (await s.client.get("/docs")).text.lower()
+
+
+async def test_choices_are_counted_once_each_and_too_many_are_told_before_any_work() -> None:
+    async with service() as s:
+        few = await s.chat(structured_outputs={"choice": ["a"] * 5000})
+        many = await s.chat(
+            structured_outputs={"choice": [f"c{number}" for number in range(MAX_CHOICES + 1)]}
+        )
+        assert few.status_code == 200
+        assert (many.status_code, error_of(many)["param"]) == (400, "structured_outputs")
+        assert "at most" in error_of(many)["message"]
+        assert len(s.backend.requests) == 1

@@ -106,6 +106,12 @@ def test_what_is_no_grammar_is_the_callers_fault(source: str) -> None:
         GRAMMARS.compile(source)
 
 
+@pytest.mark.parametrize("text", ['x ::= "a"', "root ::= x", "root ::= a-b", "# c", "root ::= ((("])
+def test_what_is_neither_gbnf_nor_lark_is_the_callers_fault(text: str) -> None:
+    with pytest.raises(RequestError):
+        GRAMMARS.compile(ebnf_grammar(text))
+
+
 def test_the_size_of_a_grammar_is_counted_in_bytes() -> None:
     source = lark_grammar(f'start: "{"é" * (MAX_SOURCE_BYTES // 2)}"')
     assert len(source) < MAX_SOURCE_BYTES
