@@ -21,8 +21,6 @@ constexpr int MAX_ROWS = 12;      // of a tile: with their sums of a group, 24 r
 inline __m512i load_pairs(const void* from) { return _mm512_loadu_si512(from); }
 inline __m512 half_floats(const uint8_t* from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
 
-inline __m512 dot(__m512 sum, __m512i x, __m512i w) { return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)w); }
-
 // The bfloat16 of n - zero for each nibble n. A lane of vpermw looks at five bits of its index, of which the fifth belongs
 // to the next nibble: hence twice.
 inline __m512i nibble_table(int zero) {

@@ -153,8 +153,6 @@ struct Dots {
         }
     }
 
-    static __m512 dot(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
-
     // `use` is called with the number of queries, at most 4, as a constant, and the first of them.
     template <class F>
     static void in_fours(int64_t group, F use) {

@@ -107,6 +107,11 @@ inline vf int8_to_float(const int8_t* from) {
 #endif
 }
 
+#if defined(__AVX512BF16__)
+// In each lane of `sum`, the products of the two bfloat16 of that lane added.
+inline __m512 dot(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+#endif
+
 inline float sum(vf v) {
     float parts[W];
     store(parts, v);
