@@ -53,10 +53,11 @@ def refuse_misspelt_within(value: Any, fields: Collection[str], where: str, para
 def _misspelt(
     body: dict[str, Any], fields: Collection[str], known: Collection[str], limit: int
 ) -> Iterator[tuple[str, str]]:
-    letters = {_letters(name): name for name in fields}
-    for key in islice((key for key in body if key not in known), limit):
-        if len(key) > _MAX_SHOWN:
-            continue
+    unknown = [
+        key for key in islice((key for key in body if key not in known), limit) if len(key) <= _MAX_SHOWN
+    ]
+    letters = {_letters(name): name for name in fields} if unknown else {}  # most bodies have none
+    for key in unknown:
         if same := letters.get(_letters(key)):
             yield key, same
         elif close := get_close_matches(key, fields, 1, _LIKENESS):
