@@ -39,6 +39,11 @@ async def until_tested(cluster: LocalCluster, worker_id: str, peer_ids: set[str]
             await cluster.fleet.changed(1.0)
 
 
+def has_decoded(cluster: LocalCluster, worker_id: str) -> bool:
+    placements = [record.placement for record in cluster.backend.decisions() if record.placement]
+    return any(placement.decode_id == worker_id for placement in placements)
+
+
 async def test_roles_are_swapped_under_load_and_nobody_notices(tiny_model: Path) -> None:
     async with local_cluster(tiny_model, 2, 2, **PROMISES) as cluster:
         expected = [await answer(cluster, f"calm{number}", number) for number in range(len(PROMPTS))]
@@ -65,8 +70,8 @@ async def test_roles_are_swapped_under_load_and_nobody_notices(tiny_model: Path)
             cluster.fleet.order("prefill-0", Duty("prefill", 1))
             cluster.fleet.order("prefill-0", Duty("mixed", 2))
             num_before = len(told)
-            async with asyncio.timeout(60):
-                while len(told) < num_before + 3 * NUM_STREAMS:
+            async with asyncio.timeout(60):  # which of two workers is taken is the predictions' business
+                while len(told) < num_before + 3 * NUM_STREAMS or not has_decoded(cluster, "prefill-0"):
                     await cluster.fleet.changed(1.0)
             is_over.set()
         assert cluster.fleet.link("prefill-0").label == "decode"
@@ -74,8 +79,6 @@ async def test_roles_are_swapped_under_load_and_nobody_notices(tiny_model: Path)
         assert {view.worker_id for view in cluster.fleet.views("decode")} == {"decode-1", "prefill-0"}
         for name, tokens in told.items():
             assert tokens == expected[int(name.rsplit("-", 1)[1])], name
-        placed = [record.placement for record in cluster.backend.decisions() if record.placement]
-        assert any(placement.decode_id == "prefill-0" for placement in placed)
         await cluster.settled()
 
 
