@@ -78,7 +78,7 @@ class EngineConfig(Section):
     )
     batch_invariant: bool = Field(
         False,
-        description="The logits of a request have the same bits whatever shares its steps and however its prompt is cut. CPUs with a C++ compiler only; what it costs: docs/engine.md.",
+        description="The logits of a request have the same bits whatever shares its steps and however its prompt is cut, also where oneDNN would multiply faster. CPUs with a C++ compiler only, most of which do so anyway: docs/engine.md.",
     )
     compute_threads: int = Field(1, ge=1, description="CPU threads of the device thread (torch intra-op).")
     max_num_seqs: int = Field(64, ge=1, description="Sequences a decode worker runs or has reserved at once.")

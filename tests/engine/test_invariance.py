@@ -1,4 +1,5 @@
-"""engine.batch_invariant: the logits of a request have the same bits, whatever shares its steps, however it is cut."""
+"""The logits of a request have the same bits, whatever shares its steps, however it is cut: with engine.batch_invariant
+on every CPU, and without it where oneDNN multiplies nothing."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from contracts.errors import ConfigError
 from engine.kernels import reference
 from engine.kernels.native import invariant, ops
+from engine.kernels.native import kernels as native
 from engine.kv import KvSlab
 from engine.model import Model, invariant_kernels
 from engine.quantization import Quantization
@@ -26,10 +28,12 @@ BLOCK_SIZE, BLOCKS_EACH = 16, 21
 MAX_BATCH = 16
 
 
-def make_runner(path: Path, dtype: torch.dtype, quantization: Quantization = "none") -> Runner:
+def make_runner(
+    path: Path, dtype: torch.dtype, quantization: Quantization = "none", batch_invariant: bool = True
+) -> Runner:
     model = load_model(path, dtype, quantization=quantization)
     slab = KvSlab.allocate(model.spec, BLOCKS_EACH * MAX_BATCH, BLOCK_SIZE, dtype)
-    return Runner(Model(model, batch_invariant=True), slab)
+    return Runner(Model(model, batch_invariant=batch_invariant), slab)
 
 
 @dataclass
@@ -90,10 +94,19 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("batch_invariant", [True, False])
 @pytest.mark.parametrize(("family", "stored", "quantization", "dtype"), CASES)
 def test_a_request_has_the_same_bits_in_batches_of_1_to_16(
-    tmp_path: Path, family: str, stored: str, quantization: Quantization, dtype: torch.dtype
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    stored: str,
+    quantization: Quantization,
+    dtype: torch.dtype,
+    batch_invariant: bool,
 ) -> None:
+    if not batch_invariant:
+        monkeypatch.setattr(native, "has_native_bf16", lambda: False)  # so nothing is left to oneDNN
     config = family_config(family, max_position_embeddings=512, num_hidden_layers=2)
     if family == "qwen2":  # its heads are hidden_size / 6
         config |= {"hidden_size": 96}
@@ -105,7 +118,7 @@ def test_a_request_has_the_same_bits_in_batches_of_1_to_16(
         if stored == "F32"
         else write_gguf(tmp_path / "x.gguf", oracle, stored)
     )
-    runner = make_runner(path, dtype, quantization)
+    runner = make_runner(path, dtype, quantization, batch_invariant)
     rng = random.Random(7)
     target = [rng.randrange(90) for _ in range(NUM_TOKENS)]
     table = list(range(BLOCKS_EACH))

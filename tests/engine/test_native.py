@@ -3,6 +3,8 @@ there, and neither are these tests (tests/engine/conftest.py says so)."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -152,12 +154,13 @@ def test_attention_equals_reference_over_heads_and_lengths(
 
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 256])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (6, 3), (9, 3), (8, 2), (5, 1), (7, 1)])
-@pytest.mark.parametrize("rule", [AttentionRule(0.125), AttentionRule(0.1, window=17, cap=3.0)])
+@pytest.mark.parametrize("rule", [AttentionRule(0.125), AttentionRule(0.0625, window=17, cap=3.0)])
 def test_attention_over_bfloat16_is_rounded_once(
     head_dim: int, num_heads: int, num_kv_heads: int, rule: AttentionRule
 ) -> None:
     torch.manual_seed(3)
     kv, q = make_kv(num_kv_heads, head_dim, torch.bfloat16), torch.randn(5, num_heads, head_dim)
+    q = q.bfloat16().float()  # dot products of pairs take queries in bfloat16, as the keys are
     table, lens = torch.randint(0, NUM_BLOCKS, (5, 4)), torch.tensor([3, 64, 20, 33, 1])
     decoded = attended(native, q, kv, table, lens, rule)
     torch.testing.assert_close(
@@ -174,13 +177,39 @@ def test_attention_over_bfloat16_is_rounded_once(
     )
 
 
-def test_what_lies_behind_a_context_is_not_read() -> None:
-    kv = make_kv(1, 64, torch.bfloat16)
-    kv[3, :, :, 5:] = torch.nan
-    found = attended(
-        native, torch.randn(1, 3, 64), kv, torch.tensor([[3]]), torch.tensor([5]), AttentionRule(0.125)
-    )
-    assert found.isfinite().all()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_slots", [8, 16, 32])
+@pytest.mark.parametrize("shape", [(9, 3, 64), (4, 4, 32), (8, 1, 128), (4, 2, 48), (16, 1, 80)])
+@pytest.mark.parametrize(
+    "rule", [AttentionRule(0.1), AttentionRule(0.1, cap=5.0), AttentionRule(0.1, window=70)]
+)
+def test_a_query_has_the_same_bits_in_a_prompt_in_a_piece_of_it_and_in_a_decode(
+    rule: AttentionRule, shape: tuple[int, int, int], num_slots: int, dtype: torch.dtype
+) -> None:
+    (num_heads, num_kv_heads, head_dim), num_tokens = shape, 600
+    torch.manual_seed(5)
+    blocks = torch.randperm(-(-num_tokens // num_slots))
+    kv = torch.randn(len(blocks), 2, num_kv_heads, num_slots, head_dim).to(dtype)
+    q = torch.randn(num_tokens, num_heads, head_dim)
+    whole = native.prefill_attention(q, kv, blocks, 0, rule)
+    for low, high in itertools.pairwise((0, 7, 64, 300, 301, num_tokens)):
+        piece = native.prefill_attention(q[low:high], kv, blocks, low, rule)
+        assert torch.equal(piece, whole[low:high]), (low, high)
+    rows = torch.tensor([0, 1, 15, 16, 17, 69, 70, 71, 255, 256, 300, 511, 512, 599])
+    table = blocks.repeat(len(rows), 1)
+    assert torch.equal(attended(native, q[rows], kv, table, rows + 1, rule), whole[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 9])
+def test_what_lies_around_a_context_is_not_read(window: int | None, dtype: torch.dtype) -> None:
+    kv, length = make_kv(1, 64, dtype), SLOTS + 5
+    kv[3, :, :, 5:] = torch.nan  # behind it
+    if window:
+        kv[7, :, :, : length - window] = torch.nan  # before it
+    table, q, rule = torch.tensor([[7, 3]]), torch.randn(1, 3, 64), AttentionRule(0.125, window=window)
+    assert attended(native, q, kv, table, torch.tensor([length]), rule).isfinite().all()
+    assert native.prefill_attention(q, kv, table[0], length - 1, rule).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

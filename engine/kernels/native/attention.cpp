@@ -1,13 +1,13 @@
 // Attention over paged KV: one layer [N, 2, K, S, D] of the slab, of which a plane [S, D] is contiguous.
 //
-// Decode: scores of the whole context, one softmax, then the mix; a sequence's numbers depend on nothing but itself.
-// Prefill: tiles of queries times blocks of keys with a running softmax (Dao et al., arXiv:2205.14135); keys are
-// transposed once per chunk, so that both products are the inner loop of gemm.h.
+// Keys are taken in blocks that begin at fixed positions, with a running softmax (Dao et al., arXiv:2205.14135). A prompt
+// has all keys laid out once, for its tiles of queries; a decode lays out one panel after the other, as it goes through
+// memory. What is done to a query is the same: its bits depend on nothing but itself and its context, be it a token of a
+// prompt, however that was cut, or of an answer.
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
-#include "gemm.h"
 #include "planes.h"
 
 namespace baton {
@@ -26,6 +26,42 @@ struct Slab {
     }
 };
 
+// What of one sequence is seen: positions [begin, end) of its blocks, keys or values of one head.
+template <class T>
+struct Context {
+    const Slab& slab;
+    const int64_t* blocks;
+    int64_t begin, end;
+
+    // Where the numbers of a panel lie, if they do as [PANEL][D]; else null.
+    const T* place(int64_t position, int side, int64_t head) const {
+        const int64_t slot = position % slab.num_slots;
+        if (position < begin || position + PANEL > end || slot + PANEL > slab.num_slots) return nullptr;
+        return row(position, side, head);
+    }
+    const T* row(int64_t position, int side, int64_t head) const {
+        const int64_t slots = slab.num_slots;
+        return slab.plane<T>(blocks[position / slots], side, head) + position % slots * slab.head_dim;
+    }
+    // A copy of the numbers of a panel, zero where nothing is seen.
+    const T* copy(int64_t position, int side, int64_t head, T* to) const {
+        for (int64_t i = 0; i < PANEL; i++, to += slab.head_dim) {
+            const bool is_seen = position + i >= begin && position + i < end;
+            is_seen ? std::memcpy(to, row(position + i, side, head), slab.head_dim * sizeof(T))
+                    : std::memset(to, 0, slab.head_dim * sizeof(T));
+        }
+        return to - PANEL * slab.head_dim;
+    }
+};
+
+template <class A>
+void lay_out(const Context<typename A::Element>& context, int64_t position, int side, int64_t head,
+             const typename A::Element* next, typename A::Element* spare, typename A::Number* to) {
+    const auto* from = context.place(position, side, head);
+    if (!from) from = context.copy(position, side, head, spare);
+    side ? A::lay_values(from, next, context.slab.head_dim, to) : A::lay_keys(from, next, context.slab.head_dim, to);
+}
+
 struct Rule {
     float scale, cap;  // cap 0: none
     int64_t window;    // 0: none
@@ -33,16 +69,75 @@ struct Rule {
 
 inline vf capped(vf score, float cap) { return cap > 0 ? tanh(score / cap) * cap : score; }
 
-// scores [n] -> weights whose sum is returned; hidden ones become 0. n is a multiple of W.
-float softmax(float* scores, int64_t n, float max_score) {
-    vf total{};
-    for (int64_t i = 0; i < n; i += W) {
-        const vf s = load(scores + i);
-        const vf p = s > LOWEST ? exp(s - max_score) : vf{};
-        total += p;
-        store(scores + i, p);
+// What rows of queries know so far: the best score, and under it the sum of weights and the values mixed by them.
+struct Running {
+    std::vector<float> q, mixed, scores, best, total;  // [rows][D], [rows][D], [rows][KEY_BLOCK], [rows], [rows]
+    Running(int64_t rows, int64_t dim)
+        : q(rows * dim), mixed(rows * dim), scores(rows * KEY_BLOCK), best(rows), total(rows) {}
+
+    void begin() {
+        std::fill(mixed.begin(), mixed.end(), 0.0f);
+        std::fill(best.begin(), best.end(), LOWEST);
+        std::fill(total.begin(), total.end(), 0.0f);
     }
-    return sum(total);
+};
+
+// The scores of a row, of which `width` are computed and [begin, end) seen, become weights.
+void weigh(Running& running, int64_t r, int64_t begin, int64_t end, int64_t width, int64_t dim, float cap) {
+    float *row = &running.scores[r * KEY_BLOCK], *mixed = &running.mixed[r * dim];
+    for (int64_t i = 0; i < begin && i < width; i++) row[i] = LOWEST;
+    for (int64_t i = end > 0 ? end : 0; i < width; i++) row[i] = LOWEST;
+    vf best = broadcast(LOWEST);
+    for (int64_t i = 0; i < width; i += W) {
+        vf s = load(row + i);
+        if (cap > 0) store(row + i, s = s > LOWEST ? capped(s, cap) : s);
+        best = max(best, s);
+    }
+    const float before = running.best[r], now = std::fmax(before, largest(best));
+    const float kept = before > LOWEST ? std::exp(before - now) : 0.0f;
+    vf total{};
+    for (int64_t i = 0; i < width; i += W) {
+        const vf s = load(row + i);
+        const vf weight = s > LOWEST ? exp(s - now) : vf{};
+        total += weight;
+        store(row + i, weight);
+    }
+    running.total[r] = running.total[r] * kept + sum(total);
+    running.best[r] = now;
+    if (kept != 1.0f)
+        for (int64_t d = 0; d < dim; d += W) store(mixed + d, load(mixed + d) * kept);
+}
+
+// Rows [first, first + num_rows) and a panel of keys, whose scores stand from `at` on.
+template <class A>
+void score(Running& running, int64_t first, int64_t num_rows, const typename A::Number* keys, int64_t dim, int64_t at) {
+    in_tiles<A::MAX_ROWS>(num_rows, [&](auto rows, int64_t low) {
+        A::template score<rows>(&running.q[(first + low) * dim], keys, dim,
+                                &running.scores[(first + low) * KEY_BLOCK + at], KEY_BLOCK);
+    });
+}
+
+// Rows as above, and the values of `num_positions` whose weights stand from `at` on.
+template <class A>
+void mix(Running& running, int64_t first, int64_t num_rows, const typename A::Number* values, int64_t num_positions,
+         int64_t dim, int64_t at) {
+    in_tiles<A::MAX_ROWS>(num_rows, [&](auto rows, int64_t low) {
+        constexpr int R = rows, N = R * NV <= 3 ? 4 : R * NV <= 6 ? 2 : 1;  // enough sums that do not wait for each other
+        const float* weights = &running.scores[(first + low) * KEY_BLOCK + at];
+        float* out = &running.mixed[(first + low) * dim];
+        int64_t d = 0;
+        for (; d + N * PANEL <= dim; d += N * PANEL)
+            A::template mix<R, N>(weights, KEY_BLOCK, values + d, num_positions, dim, out + d);
+        for (; d < dim; d += PANEL)
+            A::template mix<R, 1>(weights, KEY_BLOCK, values + d, num_positions, dim, out + d);
+    });
+}
+
+template <class A>
+void give(Running& running, int64_t r, int64_t dim, typename A::Element* to) {
+    float* mixed = &running.mixed[r * dim];
+    A::give_mix(mixed, dim);
+    for (int64_t d = 0; d < dim; d++) from_float(to + d, mixed[d] / running.total[r]);
 }
 
 struct Decode {
@@ -55,72 +150,57 @@ struct Decode {
     int num_threads;
 };
 
-// One sequence, kv heads [low, high): q [heads, G, D] scaled, the context's positions [begin, end), out as q.
-// scores [heads][G][whole blocks, rounded up to registers]. Heads of a block are neighbours in memory, so they are
-// taken together.
-template <class Planes>
-void decode_one(const float* q, const Slab& slab, int64_t low_head, int64_t high_head, const int64_t* blocks,
-                int64_t begin, int64_t end, int64_t group, float cap, float* scores, int64_t width, float* out) {
-    using T = typename Planes::Element;
-    const int64_t dim = slab.head_dim, slots = slab.num_slots, heads = high_head - low_head;
-    const int64_t first = begin / slots, last = (end - 1) / slots, origin = first * slots;
-    for (int64_t b = first; b <= last; b++)
-        for (int64_t h = 0; h < heads; h++) {
-            const T* next = b < last ? slab.plane<T>(blocks[b + 1], 0, low_head + h) : nullptr;
-            Planes::score(q + h * group * dim, group, slab.plane<T>(blocks[b], 0, low_head + h), next, slots, dim,
-                          scores + h * group * width + b * slots - origin, width);
-        }
-    for (int64_t g = 0; g < heads * group; g++) {
-        float *row = scores + g * width, *to = out + g * dim;
-        for (int64_t i = 0; i < begin - origin; i++) row[i] = LOWEST;
-        const int64_t used = (end - origin + W - 1) / W * W;
-        for (int64_t i = end - origin; i < used; i++) row[i] = LOWEST;
-        vf best = broadcast(LOWEST);
-        for (int64_t i = 0; i < used; i += W) {
-            vf s = load(row + i);
-            if (cap > 0) store(row + i, s = s > LOWEST ? capped(s, cap) : s);
-            best = max(best, s);
-        }
-        const float total = softmax(row, used, largest(best));
-        for (int64_t d = 0; d < dim; d++) to[d] = 0;
-        for (int64_t i = 0; i < used; i += W) store(row + i, load(row + i) / total);
-        Planes::take_weights(row, used);
-    }
-    for (int64_t b = first; b <= last; b++) {
-        const int64_t base = b * slots, low = begin > base ? begin - base : 0;
-        const int64_t high = end - base < slots ? end - base : slots;
-        for (int64_t h = 0; h < heads; h++) {
-            const T* values = slab.plane<T>(blocks[b], 1, low_head + h);
-            const T* next = b < last ? slab.plane<T>(blocks[b + 1], 1, low_head + h) : nullptr;
-            Planes::mix(scores + h * group * width, width, base - origin, group, values, next, low, high, dim,
-                        out + h * group * dim);
+// One sequence, kv heads [low, high): heads of a block are neighbours in memory, so they are taken together.
+template <class A>
+void decode_one(const Context<typename A::Element>& context, int64_t low_head, int64_t high_head, int64_t group,
+                float cap, typename A::Element* spare, typename A::Number* panel, Running& running) {
+    const int64_t dim = context.slab.head_dim, end = context.end, rows = (high_head - low_head) * group;
+    for (int64_t low = context.begin / KEY_BLOCK * KEY_BLOCK; low < end; low += KEY_BLOCK) {
+        const int64_t high = std::min(low + KEY_BLOCK, (end + PANEL - 1) / PANEL * PANEL);
+        for (int side = 0; side < 2; side++) {
+            for (int64_t at = low; at < high; at += PANEL) {
+                // What is read after it: keys, then their values, then the next keys.
+                const bool is_last = at + PANEL >= high;
+                const int64_t after = !is_last ? at + PANEL : side ? high : low;
+                for (int64_t h = low_head; h < high_head; h++) {
+                    const int64_t first = (h - low_head) * group;
+                    const auto* next = context.place(after, is_last ? !side : side, h);
+                    lay_out<A>(context, at, side, h, next, spare, panel);
+                    side ? mix<A>(running, first, group, panel, PANEL, dim, at - low)
+                         : score<A>(running, first, group, panel, dim, at - low);
+                }
+            }
+            for (int64_t r = 0; r < rows && !side; r++) {
+                weigh(running, r, context.begin - low, end - low, high - low, dim, cap);
+                A::take_weights(&running.scores[r * KEY_BLOCK], high - low);
+            }
         }
     }
 }
 
-template <class Planes>
+template <class A>
 void decode(const Decode& job) {
-    using T = typename Planes::Element;
+    using T = typename A::Element;
     const int64_t dim = job.slab.head_dim, heads = job.slab.num_kv_heads, group = job.num_heads / heads;
-    const int64_t width = (job.max_blocks * job.slab.num_slots + W - 1) / W * W;
     const int64_t at_once = job.num_seqs < job.num_threads ? 1 : heads, parts = heads / at_once;
 #pragma omp parallel num_threads(job.num_threads) if (job.num_threads > 1)
     {
-        std::vector<float> scratch(at_once * group * (width + 2 * dim));
-        float *q = scratch.data(), *mixed = q + at_once * group * dim, *scores = mixed + at_once * group * dim;
+        Running running(at_once * group, dim);
+        std::vector<typename A::Number> panel(A::size(dim));
+        std::vector<T> spare(PANEL * dim);
 #pragma omp for schedule(dynamic)
         for (int64_t unit = 0; unit < job.num_seqs * parts; unit++) {
             const int64_t seq = unit / parts, head = unit % parts * at_once;
             const int64_t capacity = job.max_blocks * job.slab.num_slots, size = at_once * group * dim;
-            const int64_t end = job.lens[seq] < capacity ? job.lens[seq] : capacity;
-            const int64_t at = (job.rows[seq] * job.num_heads + head * group) * dim;
-            for (int64_t i = 0; i < size; i++) q[i] = job.q[at + i] * job.rule.scale;
-            Planes::take_queries(q, size);
+            const int64_t end = std::min(job.lens[seq], capacity);
             const int64_t begin = job.rule.window && end > job.rule.window ? end - job.rule.window : 0;
-            decode_one<Planes>(q, job.slab, head, head + at_once, job.table + seq * job.max_blocks, begin, end, group,
-                          job.rule.cap, scores, width, mixed);
-            for (int64_t i = 0; i < size; i += dim) Planes::give_mix(mixed + i, dim);
-            for (int64_t i = 0; i < size; i++) from_float((T*)job.out + at + i, mixed[i]);
+            const int64_t at = (job.rows[seq] * job.num_heads + head * group) * dim;
+            running.begin();
+            for (int64_t i = 0; i < size; i++) running.q[i] = job.q[at + i] * job.rule.scale;
+            A::take_queries(running.q.data(), size);
+            decode_one<A>({job.slab, job.table + seq * job.max_blocks, begin, end}, head, head + at_once, group,
+                          job.rule.cap, spare.data(), panel.data(), running);
+            for (int64_t r = 0; r < at_once * group; r++) give<A>(running, r, dim, (T*)job.out + at + r * dim);
         }
     }
 }
@@ -135,96 +215,63 @@ struct Prefill {
     int num_threads;
 };
 
-// Keys of positions [origin, end) as [ceil / PANEL][D][PANEL], values as [positions][D]; what nobody sees is zero.
-template <class T>
-void gather(const Prefill& job, int64_t head, int64_t origin, int64_t begin, int64_t end, float* keys, float* values) {
-    const int64_t dim = job.slab.head_dim, slots = job.slab.num_slots;
-    const int64_t padded = (end - origin + PANEL - 1) / PANEL * PANEL;
-#pragma omp parallel for num_threads(job.num_threads) if (job.num_threads > 1)
-    for (int64_t i = 0; i < padded; i++) {
-        const int64_t at = origin + i;
-        float *column = keys + i / PANEL * dim * PANEL + i % PANEL, *row = values + i * dim;
-        if (at < begin || at >= end) {
-            for (int64_t d = 0; d < dim; d++) column[d * PANEL] = row[d] = 0;
-            continue;
-        }
-        const T* key = job.slab.plane<T>(job.blocks[at / slots], 0, head) + at % slots * dim;
-        const T* value = job.slab.plane<T>(job.blocks[at / slots], 1, head) + at % slots * dim;
-        for (int64_t d = 0; d < dim; d++) column[d * PANEL] = to_float(key[d]);
-        for (int64_t d = 0; d < dim; d += W) store(row + d, load(value + d));
-    }
-}
-
-struct Tile {
-    std::vector<float> q, scores, mixed, best, total;
-    Tile(int64_t rows, int64_t dim)
-        : q(rows * dim), scores(rows * KEY_BLOCK), mixed(rows * dim), best(rows), total(rows) {}
-};
-
-// One block of keys for the queries of a tile: running maximum, sum and mix are brought up to date.
-void attend_block(Tile& tile, int64_t rows, int64_t dim, int64_t group, const float* keys, const float* values,
-                  int64_t low, int64_t width, int64_t first_query, const Rule& rule) {
-    for (int64_t p = 0; p < width; p += PANEL)
-        panel_product<false>(tile.q.data(), dim, rows, keys + p * dim, PANEL, dim, tile.scores.data() + p, KEY_BLOCK);
+// The keys of positions [at, at + width) for the queries of a tile, the first of which is at `first`.
+template <class A>
+void attend_block(Running& running, int64_t rows, int64_t dim, int64_t group, const typename A::Number* keys,
+                  const typename A::Number* values, int64_t at, int64_t width, int64_t first, const Rule& rule) {
+    for (int64_t p = 0; p < width / PANEL; p++)
+        score<A>(running, 0, rows, keys + p * A::size(dim), dim, p * PANEL);
     for (int64_t r = 0; r < rows; r++) {
-        float* row = tile.scores.data() + r * KEY_BLOCK;
-        const int64_t query = first_query + r / group;
-        const int64_t begin = rule.window ? query - rule.window + 1 - low : 0, end = query + 1 - low;
-        for (int64_t i = 0; i < begin && i < width; i++) row[i] = LOWEST;
-        for (int64_t i = end > 0 ? end : 0; i < width; i++) row[i] = LOWEST;
-        vf best = broadcast(LOWEST);
-        for (int64_t i = 0; i < width; i += W) {
-            vf s = load(row + i);
-            if (rule.cap > 0) store(row + i, s = s > LOWEST ? capped(s, rule.cap) : s);
-            best = max(best, s);
-        }
-        const float now = std::fmax(tile.best[r], largest(best));
-        const float kept = tile.best[r] > LOWEST ? std::exp(tile.best[r] - now) : 0.0f;
-        tile.total[r] = tile.total[r] * kept + softmax(row, width, now);
-        tile.best[r] = now;
-        if (kept != 1.0f)
-            for (int64_t d = 0; d < dim; d += W)
-                store(&tile.mixed[r * dim + d], load(&tile.mixed[r * dim + d]) * kept);
+        const int64_t query = first + r / group;
+        const int64_t begin = rule.window ? query - rule.window + 1 - at : 0;
+        weigh(running, r, begin, query + 1 - at, width, dim, rule.cap);
+        A::take_weights(&running.scores[r * KEY_BLOCK], width);
     }
-    for (int64_t d = 0; d < dim; d += PANEL)
-        panel_product<true>(tile.scores.data(), KEY_BLOCK, rows, values + d, dim, width, tile.mixed.data() + d, dim);
+    mix<A>(running, 0, rows, values, width, dim, 0);
 }
 
-template <class T>
+template <class A>
 void prefill(const Prefill& job) {
+    using T = typename A::Element;
     const int64_t dim = job.slab.head_dim, heads = job.slab.num_kv_heads, group = job.num_heads / heads;
     const int64_t end = job.start + job.num_tokens, window = job.rule.window;
     const int64_t begin = window && job.start >= window ? job.start - window + 1 : 0;
-    const int64_t origin = begin / KEY_BLOCK * KEY_BLOCK;
-    const int64_t padded = (end - origin + PANEL - 1) / PANEL * PANEL;
-    const int64_t queries = group < MAX_TILE_QUERIES ? MAX_TILE_QUERIES / group : 1;
-    std::vector<float> keys(padded * dim), values(padded * dim);
-    for (int64_t head = 0; head < heads; head++) {
-        gather<T>(job, head, origin, begin, end, keys.data(), values.data());
+    const int64_t origin = begin / KEY_BLOCK * KEY_BLOCK, num_panels = (end - origin + PANEL - 1) / PANEL;
+    const int64_t queries = group < MAX_TILE_QUERIES ? MAX_TILE_QUERIES / group : 1, panel = A::size(dim);
+    const Context<T> context{job.slab, job.blocks, begin, end};
+    std::vector<typename A::Number> sides[2];
+    for (auto& side : sides) side.resize(num_panels * panel);
 #pragma omp parallel num_threads(job.num_threads) if (job.num_threads > 1)
-        {
-            Tile tile(queries * group, dim);
+    {
+        Running running(queries * group, dim);
+        std::vector<T> spare(PANEL * dim);
+        for (int64_t head = 0; head < heads; head++) {
+#pragma omp for schedule(static)
+            for (int64_t p = 0; p < num_panels; p++)
+                for (int side = 0; side < 2; side++)
+                    lay_out<A>(context, origin + p * PANEL, side, head, nullptr, spare.data(),
+                               sides[side].data() + p * panel);
 #pragma omp for schedule(dynamic)
             for (int64_t low = 0; low < job.num_tokens; low += queries) {
-                const int64_t count = low + queries < job.num_tokens ? queries : job.num_tokens - low;
+                const int64_t count = std::min(queries, job.num_tokens - low);
                 const int64_t rows = count * group, first = job.start + low, last = first + count;
+                running.begin();
                 for (int64_t t = 0; t < count; t++) {
                     const float* from = job.q + ((low + t) * job.num_heads + head * group) * dim;
-                    for (int64_t i = 0; i < group * dim; i++) tile.q[t * group * dim + i] = from[i] * job.rule.scale;
+                    for (int64_t i = 0; i < group * dim; i++)
+                        running.q[t * group * dim + i] = from[i] * job.rule.scale;
                 }
-                std::fill(tile.mixed.begin(), tile.mixed.end(), 0.0f);
-                std::fill(tile.best.begin(), tile.best.end(), LOWEST);
-                std::fill(tile.total.begin(), tile.total.end(), 0.0f);
+                A::take_queries(running.q.data(), rows * dim);
                 const int64_t seen = window && first >= window ? first - window + 1 : 0;
                 for (int64_t at = seen / KEY_BLOCK * KEY_BLOCK; at < last; at += KEY_BLOCK) {
-                    const int64_t wide = last - at < KEY_BLOCK ? (last - at + PANEL - 1) / PANEL * PANEL : KEY_BLOCK;
-                    attend_block(tile, rows, dim, group, keys.data() + (at - origin) * dim,
-                                 values.data() + (at - origin) * dim, at, wide, first, job.rule);
+                    const int64_t width = std::min(KEY_BLOCK, (last - at + PANEL - 1) / PANEL * PANEL);
+                    const int64_t offset = (at - origin) / PANEL * panel;
+                    attend_block<A>(running, rows, dim, group, sides[0].data() + offset, sides[1].data() + offset, at,
+                                    width, first, job.rule);
                 }
-                for (int64_t r = 0; r < rows; r++) {
-                    T* to = (T*)job.out + ((low + r / group) * job.num_heads + head * group + r % group) * dim;
-                    for (int64_t d = 0; d < dim; d++) from_float(to + d, tile.mixed[r * dim + d] / tile.total[r]);
-                }
+                for (int64_t r = 0; r < rows; r++)
+                    give<A>(running, r, dim,
+                            (T*)job.out + ((low + r / group) * job.num_heads + head * group + r % group) * dim);
             }
         }
     }
@@ -245,12 +292,8 @@ void baton_decode_attention(int is_bf16, const float* q, const void* layer, int6
     const Slab slab{layer, block_stride, num_kv_heads, num_slots, head_dim};
     const Decode job{q,         slab,       rows, table, lens, num_seqs, max_blocks, num_heads,
                      {scale, cap, window}, out,  num_threads};
-    if (!is_bf16)
-        decode<Plain<float>>(job);
-    else if (Dots::knows(num_slots, head_dim))
-        decode<Dots>(job);
-    else
-        decode<Plain<bf16>>(job);
+    if (!is_bf16) return decode<Plain<float>>(job);
+    Dots::knows(head_dim) ? decode<Dots>(job) : decode<Plain<bf16>>(job);
 }
 
 // q and out [T, H, D] at positions start, start + 1, ...; blocks: of the one sequence.
@@ -260,7 +303,8 @@ void baton_prefill_attention(int is_bf16, const float* q, const void* layer, int
                              int64_t window, void* out, int num_threads) {
     const Slab slab{layer, block_stride, num_kv_heads, num_slots, head_dim};
     const Prefill job{q, slab, blocks, num_tokens, num_heads, start, {scale, cap, window}, out, num_threads};
-    is_bf16 ? prefill<bf16>(job) : prefill<float>(job);
+    if (!is_bf16) return prefill<Plain<float>>(job);
+    Dots::knows(head_dim) ? prefill<Dots>(job) : prefill<Plain<bf16>>(job);
 }
 
 }  // extern "C"

@@ -117,16 +117,6 @@ void tile(const Product& job, const Codec& codec, int64_t low, int64_t p) {
 // Few rows take more panels at once, so that there are enough sums that do not wait for each other.
 constexpr int panels_at_once(int rows, bool is_scaled) { return rows == 1 ? 4 : rows <= 6 || !is_scaled ? 2 : 1; }
 
-template <class Codec, int R = 1>
-void rows_of(const Product& job, const Codec& codec, int64_t low, int64_t rows, int64_t p, int64_t end) {
-    if constexpr (R < MAX_ROWS) {
-        if (rows != R) return rows_of<Codec, R + 1>(job, codec, low, rows, p, end);
-    }
-    constexpr int P = panels_at_once(R, Codec::IS_SCALED);
-    for (; p + P <= end; p += P) tile<Codec, R, P>(job, codec, low, p);
-    for (; p < end; p++) tile<Codec, R, 1>(job, codec, low, p);
-}
-
 constexpr int64_t STRIP = 4;  // panels that all rows go over before the next: they stay in the second-level cache
 
 template <class Codec>
@@ -136,11 +126,12 @@ void product(const Product& job) {
 #pragma omp parallel for num_threads(job.num_threads) if (job.num_threads > 1)
     for (int64_t p = 0; p < num_panels; p += STRIP) {
         const int64_t end = p + STRIP < num_panels ? p + STRIP : num_panels;
-        int64_t num_tiles = (job.num_rows + MAX_ROWS - 1) / MAX_ROWS;
-        for (int64_t low = 0, rows; low < job.num_rows; low += rows, num_tiles--) {
-            rows = (job.num_rows - low + num_tiles - 1) / num_tiles;  // as even as they go
-            rows_of(job, codec, low, rows, p, end);
-        }
+        in_tiles<MAX_ROWS>(job.num_rows, [&](auto rows, int64_t low) {
+            constexpr int R = rows, P = panels_at_once(R, Codec::IS_SCALED);
+            int64_t at = p;
+            for (; at + P <= end; at += P) tile<Codec, R, P>(job, codec, low, at);
+            for (; at < end; at++) tile<Codec, R, 1>(job, codec, low, at);
+        });
     }
 }
 

@@ -2,8 +2,8 @@
 
     products             compiled, of quantized weights and of numbers: in float32, or where the CPU has them by dot
                          products of bfloat16 pairs (docs/engine.md: against oneDNN)
-    on CPUs that have    numbers through `cpu`: oneDNN with packed weights; quantized weights beyond a few rows through
-    tiles (AMX)          oneDNN, too, expanded for the call: tiles take many rows several times as fast as dot products
+    on CPUs that have    bfloat16 numbers through `cpu`: oneDNN with packed weights; quantized weights beyond a few rows
+    tiles (AMX)          through oneDNN, too, expanded for the call: tiles take many rows several times as fast
     all between          compiled, one pass each: norm with addition, heads with rotation and KV, gate, attention
 
 `cpu` is asked wherever the compiled functions do not know a shape.
@@ -34,11 +34,10 @@ def pack(layer: Linear) -> None:
     """A matrix is brought into the order of its kernel, and what it was is dropped: a head needs no plain weight, since
     its logits are exact. Packing twice is packing once."""
     is_wide = layer.weight is not None and layer.weight.dtype == torch.float32
-    if layer.quantized is None and (has_native_bf16() if is_wide else is_onednn_faster()):
-        if layer.packed is None:
-            cpu.pack(layer)
-        return
-    pack_panels(layer)
+    if layer.quantized is not None or is_wide or not is_onednn_faster():
+        pack_panels(layer)
+    elif layer.packed is None:
+        cpu.pack(layer)
 
 
 def pack_panels(layer: Linear) -> None:

@@ -2,7 +2,7 @@
 //
 // d * q is exact in float32, so d * q + m is the number that expanding the file gives. A few rows of x are multiplied
 // with weights straight from their registers; for more, panels are expanded into scratch once and all rows go over them.
-// Numbers are slower than oneDNN so, but with the same bits in every batch.
+// A row has the same bits in every batch.
 #include <cstdlib>
 #include <vector>
 
@@ -227,17 +227,15 @@ void many_rows(const Product& job) {
             const int64_t end = first + at_once < num_panels ? first + at_once : num_panels;
             for (int64_t p = first; p < end; p++)
                 expand<Codec>(job.panels + p * panel_bytes, num_groups, scratch.data() + (p - first) * expanded);
-            int64_t num_tiles = (job.num_rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
-            for (int64_t low = 0, rows; low < job.num_rows; low += rows, num_tiles--) {
-                rows = (job.num_rows - low + num_tiles - 1) / num_tiles;  // as even as they go
+            in_tiles<MAX_TILE_ROWS>(job.num_rows, [&](auto rows, int64_t low) {
                 for (int64_t p = first; p < end; p++) {
                     const int64_t column = p * PANEL, left = job.num_columns - column;
-                    panel_product<false>(job.x + low * job.num_k, job.num_k, rows,
-                                         scratch.data() + (p - first) * expanded, PANEL, job.num_k, sums, PANEL);
+                    tile<rows, false>(job.x + low * job.num_k, job.num_k, scratch.data() + (p - first) * expanded,
+                                      PANEL, job.num_k, sums, PANEL);
                     deliver(sums, PANEL, rows, left < PANEL ? left : PANEL, job.bias ? job.bias + column : nullptr,
                             job.out + low * job.num_columns + column, job.num_columns);
                 }
-            }
+            });
         }
     }
 }

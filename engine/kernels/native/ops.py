@@ -1,8 +1,8 @@
 """The compiled functions, called with tensors. Shapes are checked here: behind the call nothing is.
 
-What holds of their numbers: a product's row has the same bits whatever shares its batch, for any number of rows; so has
-a sequence's decode attention, a row of prefill attention however the prompt is cut, and a row of each fused operation.
-The two attentions are equal up to rounding.
+What holds of their numbers: a product's row has the same bits whatever shares its batch, for any number of rows, and so
+has a row of each fused operation. A query's attention has the same bits in a prompt, however that is cut, and in a
+decode.
 """
 
 from __future__ import annotations

@@ -1,148 +1,149 @@
-// What the attention of a decode does with one plane [S, D] of keys or of values: scores for the queries of a group, and
-// the mix of values by weight.
+// The arithmetic of attention: keys and values of PANEL positions are laid out for products, queries scored against them,
+// values mixed by weight.
 //
-// Where the CPU has dot products of bfloat16 pairs, a float32 is cut into two bfloat16 that keep 16 bits of it: that costs
-// as many products, but nothing of the plane has to be widened. Numbers are read in the order in which they lie: taking
-// a piece of every row first halves what the memory gives.
+// There are two: in float32, and, where the CPU has dot products of bfloat16 pairs, of bfloat16 keys and values as they
+// are: queries are rounded to it, as the keys have been; a weight is cut into two, which keep 16 bits of it. In both, a
+// score is a sum over the head's numbers in order and a mix one over positions in order, each in a lane of its own: the
+// bits do not depend on how many queries or panels are taken at once.
 #pragma once
 
-#include <type_traits>
-
-#include "vec.h"
+#include "gemm.h"
 
 namespace baton {
 
-// Each lane i of the result: the sum of all lanes of rows[i].
-inline vf sums_of(const vf* rows) {
-#if defined(__AVX2__)
-    __m256 quarters[W / 4];
-    for (int i = 0; i < W / 4; i++) {
-        __m256 r[4];
-        for (int j = 0; j < 4; j++) {
+// A square of W x W words, its rows `from` apart, with rows and columns exchanged.
 #if defined(__AVX512F__)
-            const __m512 wide = (__m512)rows[4 * i + j];
-            r[j] = _mm512_castps512_ps256(wide) +
-                   _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(wide), 1));
-#else
-            r[j] = (__m256)rows[4 * i + j];
-#endif
+inline void exchange(__m512i* r) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+            r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
         }
-        quarters[i] = _mm256_hadd_ps(_mm256_hadd_ps(r[0], r[1]), _mm256_hadd_ps(r[2], r[3]));
+    for (int i = 0; i < 16; i += 8)
+        for (int j = 0; j < 4; j++) {
+            t[i + j] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0x88);
+            t[i + j + 4] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0xdd);
+        }
+    for (int j = 0; j < 8; j++) {
+        r[j] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0x88);
+        r[j + 8] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0xdd);
     }
-    vf out;
-    for (int i = 0; i < W / 4; i += 2) {
-        const __m256 low = _mm256_permute2f128_ps(quarters[i], quarters[i + 1], 0x20);
-        const __m256 high = _mm256_permute2f128_ps(quarters[i], quarters[i + 1], 0x31);
-        const __m256 both = low + high;
-        std::memcpy((float*)&out + i * 4, &both, sizeof both);
+}
+inline void exchange(vf* rows) { exchange((__m512i*)rows); }
+#elif defined(__AVX2__)
+inline void exchange(vf* rows) {
+    __m256 *r = (__m256*)rows, t[8];
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+        t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
     }
-    return out;
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            r[i + 2 * j] = _mm256_shuffle_ps(t[i + j], t[i + j + 2], 0x44);
+            r[i + 2 * j + 1] = _mm256_shuffle_ps(t[i + j], t[i + j + 2], 0xee);
+        }
+    for (int j = 0; j < 4; j++) {
+        t[j] = _mm256_permute2f128_ps(r[j], r[j + 4], 0x20);
+        t[j + 4] = _mm256_permute2f128_ps(r[j], r[j + 4], 0x31);
+    }
+    for (int j = 0; j < 8; j++) r[j] = t[j];
+}
 #else
-    vf out;
-    for (int i = 0; i < W; i++) out[i] = sum(rows[i]);
-    return out;
+inline void exchange(vf* rows) {
+    for (int i = 0; i < W; i++)
+        for (int j = 0; j < i; j++) {
+            const float kept = rows[i][j];
+            rows[i][j] = rows[j][i];
+            rows[j][i] = kept;
+        }
+}
 #endif
-}
 
-// Asks for `num_elements` before their turn, into the second-level cache: more can be under way there. The next block lies
-// apart, where the processor's own prefetching does not follow; asked for as a whole, it would hold up what is computed
-// now.
-template <class T>
-inline void prefetch(const T* from, int64_t num_elements) {
-    for (const char *at = (const char*)from, *end = (const char*)(from + num_elements); at < end; at += 64)
-        __builtin_prefetch(at, 0, 2);
-}
+// Asks for a line before its turn, into the second-level cache: more can be under way there.
+inline void prefetch(const void* line) { __builtin_prefetch(line, 0, 2); }
 
-// With each of the first queries of a group, a share of the next plane's W slots from `slot` on.
-template <class T>
-inline void prefetch_share(const T* next, int64_t slot, int64_t query, int64_t group, int64_t dim) {
-    if (!next || query >= 4) return;
-    const int64_t part = W / (group < 4 ? group : 4);
-    prefetch(next + (slot + query * part) * dim, part * dim);
-}
-
-// In float32. `Dots` below has the same functions.
+// In float32: keys [D][PANEL], values [PANEL][D]. `Dots` below has the same functions.
 template <class T>
 struct Plain {
     using Element = T;
-    static bool knows(int64_t, int64_t) { return true; }
+    using Number = float;  // of what is laid out
+    static constexpr int MAX_ROWS = 6;
+    static bool knows(int64_t) { return true; }
+    static int64_t size(int64_t dim) { return PANEL * dim; }
 
-    // What the other functions want of queries and of weights, and what they make of the mix: in place.
+    // What `score` wants of queries and `mix` of weights, and what `mix` made: in place.
     static void take_queries(float*, int64_t) {}
     static void take_weights(float*, int64_t) {}
     static void give_mix(float*, int64_t) {}
 
-    // Scores of all `num_slots` keys of a plane, for the queries of a group; `next`: a plane to prefetch, or null.
-    static void score(const float* q, int64_t group, const T* keys, const T* next, int64_t num_slots, int64_t dim,
-                      float* scores, int64_t width) {
-        int64_t s = 0;
-        for (; s + W <= num_slots; s += W) {
-            const T* row = keys + s * dim;
-            for (int64_t g = 0; g < group; g++) {
-                vf acc[W] = {};
-                prefetch_share(next, s, g, group, dim);
-                for (int64_t d = 0; d < dim; d += W) {
-                    const vf qd = load(q + g * dim + d);
-                    for (int i = 0; i < W; i++) acc[i] = qd * load(row + i * dim + d) + acc[i];
+    // The numbers [PANEL][D] of a panel; `next`: a panel to prefetch, or null.
+    static void lay_keys(const T* from, const T* next, int64_t dim, float* to) {
+        for (int64_t low = 0; low < PANEL; low += W)
+            for (int64_t d = 0; d < dim; d += W) {
+                vf rows[W];
+                for (int i = 0; i < W; i++) {
+                    const int64_t at = (low + i) * dim + d;
+                    rows[i] = load(from + at);
+                    if (next) prefetch(next + at);
                 }
-                store(scores + g * width + s, sums_of(acc));
-            }
-        }
-        for (; s < num_slots; s++)
-            for (int64_t g = 0; g < group; g++) {
-                vf acc{};
-                for (int64_t d = 0; d < dim; d += W) acc = load(q + g * dim + d) * load(keys + s * dim + d) + acc;
-                scores[g * width + s] = sum(acc);
+                exchange(rows);
+                for (int i = 0; i < W; i++) store(to + (d + i) * PANEL + low, rows[i]);
             }
     }
-
-    // Adds the values of slots [low, high) of a plane to out [group][D], each times the weights of its slot, which are
-    // [group][width], slot 0's at `at`.
-    static void mix(const float* weights, int64_t width, int64_t at, int64_t group, const T* values, const T* next,
-                    int64_t low, int64_t high, int64_t dim, float* out) {
-        for (int64_t g = 0; g < group; g++, weights += width, out += dim) {
-            for (int64_t s = low / W * W; s < high; s += W) prefetch_share(next, s, g, group, dim);
-            int64_t d = 0;
-            for (; d + 4 * W <= dim; d += 4 * W) mix_columns<4>(weights + at, values + d, low, high, dim, out + d);
-            for (; d < dim; d += W) mix_columns<1>(weights + at, values + d, low, high, dim, out + d);
+    static void lay_values(const T* from, const T* next, int64_t dim, float* to) {
+        for (int64_t i = 0; i < PANEL * dim; i += W) {
+            store(to + i, load(from + i));
+            if (next) prefetch(next + i);
         }
     }
 
-    template <int N>
-    static void mix_columns(const float* weights, const T* values, int64_t low, int64_t high, int64_t dim, float* out) {
-        vf acc[N];
-        for (int i = 0; i < N; i++) acc[i] = load(out + i * W);
-        for (int64_t s = low; s < high; s++) {
-            const vf weight = broadcast(weights[s]);
-            for (int i = 0; i < N; i++) acc[i] = weight * load(values + s * dim + i * W) + acc[i];
-        }
-        for (int i = 0; i < N; i++) store(out + i * W, acc[i]);
+    // Scores [R][PANEL], rows `width` apart, of queries [R][D] for a panel of keys.
+    template <int R>
+    static void score(const float* q, const float* keys, int64_t dim, float* scores, int64_t width) {
+        tile<R, false>(q, dim, keys, PANEL, dim, scores, width);
+    }
+
+    // Adds N * PANEL columns of the values of `num_positions`, each times its weight, to out, rows D apart.
+    template <int R, int N>
+    static void mix(const float* weights, int64_t width, const float* values, int64_t num_positions, int64_t dim,
+                    float* out) {
+        tile<R, true, N * NV>(weights, width, values, dim, num_positions, out, dim);
     }
 };
 
 #if defined(__AVX512BF16__)
+// By dot products of pairs: keys [D / 2][PANEL] pairs of a key's neighbouring numbers, values [PANEL / 2][D] pairs of a
+// column's neighbouring positions, columns in the order in which unpacking leaves them (see give_mix).
 struct Dots {
     using Element = bf16;
+    using Number = uint32_t;
+    static constexpr int MAX_ROWS = 12;
     static constexpr int PAIRED = 2 * W;  // numbers of a register
-    static bool knows(int64_t num_slots, int64_t dim) { return num_slots % W == 0 && dim % PAIRED == 0; }
+    static bool knows(int64_t dim) { return dim % PAIRED == 0; }
+    static int64_t size(int64_t dim) { return PANEL * dim / 2; }
 
-    // Each C floats become their C upper halves, then what is left of them, C lower halves.
-    template <int C>
-    static void cut(float* numbers, int64_t n) {
-        for (int64_t i = 0; i < n; i += C) {
-            __m512 whole[C / W];
-            for (int j = 0; j < C / W; j++) whole[j] = _mm512_loadu_ps(numbers + i + j * W);
-            for (int j = 0; j < C / W; j++) {
-                uint16_t* to = (uint16_t*)(numbers + i) + j * W;
-                const __m256i high = (__m256i)_mm512_cvtneps_pbh(whole[j]);
-                const __m512 wide = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
-                _mm256_storeu_si256((__m256i*)to, high);
-                _mm256_storeu_si256((__m256i*)(to + C), (__m256i)_mm512_cvtneps_pbh(whole[j] - wide));
-            }
+    // Each 32 floats become as many bfloat16, rounded, in the first half of their place.
+    static void take_queries(float* q, int64_t n) {
+        for (int64_t i = 0; i < n; i += PAIRED) {
+            const __m512 low = _mm512_loadu_ps(q + i), high = _mm512_loadu_ps(q + i + W);
+            _mm512_storeu_si512(q + i, (__m512i)_mm512_cvtne2ps_pbh(high, low));
         }
     }
-    static void take_queries(float* q, int64_t n) { cut<PAIRED>(q, n); }
-    static void take_weights(float* weights, int64_t n) { cut<W>(weights, n); }
+    // Each 16 floats become their upper halves as bfloat16, then what is left of them.
+    static void take_weights(float* weights, int64_t n) {
+        for (float* at = weights; at < weights + n; at += PANEL) {
+            const __m512 whole = _mm512_loadu_ps(at);
+            const __m256i high = (__m256i)_mm512_cvtneps_pbh(whole);
+            const __m512 wide = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+            _mm256_storeu_si256((__m256i*)at, high);
+            _mm256_storeu_si256((__m256i*)(at + PANEL / 2), (__m256i)_mm512_cvtneps_pbh(whole - wide));
+        }
+    }
 
     // Unpacking left groups of four apart: those of the lower halves of each eight, then those of the upper.
     static void give_mix(float* out, int64_t dim) {
@@ -153,84 +154,61 @@ struct Dots {
         }
     }
 
-    // `use` is called with the number of queries, at most 4, as a constant, and the first of them.
-    template <class F>
-    static void in_fours(int64_t group, F use) {
-        for (int64_t g = 0; g < group; g += 4) switch (group - g) {
-                case 1: use(std::integral_constant<int, 1>(), g); break;
-                case 2: use(std::integral_constant<int, 2>(), g); break;
-                case 3: use(std::integral_constant<int, 3>(), g); break;
-                default: use(std::integral_constant<int, 4>(), g);
+    static void lay_keys(const bf16* from, const bf16* next, int64_t dim, uint32_t* to) {
+        for (int64_t d = 0; d < dim; d += PAIRED, to += W * PANEL) {
+            __m512i rows[PANEL];
+            for (int i = 0; i < PANEL; i++) {
+                rows[i] = _mm512_loadu_si512(from + i * dim + d);
+                if (next) prefetch(next + i * dim + d);
             }
-    }
-
-    static void score(const float* q, int64_t group, const bf16* keys, const bf16* next, int64_t num_slots, int64_t dim,
-                      float* scores, int64_t width) {
-        in_fours(group, [&](auto size, int64_t g) {
-            constexpr int G = size;
-            for (int64_t s = 0; s < num_slots; s += W) {
-                vf products[G][W];
-                for (int i = 0; i < W; i++) {  // key after key, as they lie in memory
-                    const bf16* key = keys + (s + i) * dim;
-                    if (next && !g) prefetch(next + (s + i) * dim, dim);
-                    __m512 acc[G] = {};
-                    for (int64_t d = 0; d < dim; d += PAIRED) {
-                        const __m512i part = _mm512_loadu_si512(key + d);
-                        for (int j = 0; j < G; j++) {
-                            const float* query = q + (g + j) * dim + d;
-                            acc[j] = dot(acc[j], _mm512_loadu_si512(query), part);
-                            acc[j] = dot(acc[j], _mm512_loadu_si512(query + W), part);
-                        }
-                    }
-                    for (int j = 0; j < G; j++) products[j][i] = (vf)acc[j];
-                }
-                for (int j = 0; j < G; j++) store(scores + (g + j) * width + s, sums_of(products[j]));
-            }
-        });
-    }
-
-    static void mix(const float* weights, int64_t width, int64_t at, int64_t group, const bf16* values,
-                    const bf16* next, int64_t low, int64_t high, int64_t dim, float* out) {
-        in_fours(group, [&](auto size, int64_t g) {
-            constexpr int G = size;
-            const float* from = weights + g * width;
-            for (int64_t d = 0; d < dim; d += 2 * PAIRED) {
-                const bf16* later = next && !g ? next + d : nullptr;
-                float* to = out + g * dim + d;
-                if (d + 2 * PAIRED <= dim)
-                    mix_columns<G, 2>(from, width, at, values + d, later, low, high, dim, to);
-                else
-                    mix_columns<G, 1>(from, width, at, values + d, later, low, high, dim, to);
-            }
-        });
-    }
-
-    template <int G, int N>
-    static void mix_columns(const float* weights, int64_t width, int64_t at, const bf16* values, const bf16* next,
-                            int64_t low, int64_t high, int64_t dim, float* out) {
-        __m512 acc[G][2 * N];
-        for (int g = 0; g < G; g++)
-            for (int i = 0; i < 2 * N; i++) acc[g][i] = _mm512_loadu_ps(out + g * dim + i * W);
-        for (int64_t s = low & ~1; s < high; s += 2) {  // a weight before `low` is zero
-            __m512i halves[2 * N];
-            for (int i = 0; i < N; i++) {
-                const bf16* value = values + s * dim + i * PAIRED;
-                const __m512i a = _mm512_loadu_si512(value);
-                const __m512i b = s + 1 < high ? _mm512_loadu_si512(value + dim) : _mm512_setzero_si512();
-                halves[2 * i] = _mm512_unpacklo_epi16(a, b);
-                halves[2 * i + 1] = _mm512_unpackhi_epi16(a, b);
-            }
-            for (int64_t i = s; next && i < s + 2; i++) prefetch(next + i * dim, N * PAIRED);
-            const float* pairs = weights + (at + s) / W * W + (at + s) % W / 2;  // of a cut register
-            for (int g = 0; g < G; g++) {
-                const int32_t* pair = (const int32_t*)(pairs + g * width);
-                for (int i = 0; i < 2 * N; i++) acc[g][i] = dot(acc[g][i], _mm512_set1_epi32(pair[0]), halves[i]);
-                for (int i = 0; i < 2 * N; i++) acc[g][i] = dot(acc[g][i], _mm512_set1_epi32(pair[W / 2]), halves[i]);
-            }
+            exchange(rows);
+            for (int i = 0; i < W; i++) _mm512_storeu_si512(to + i * PANEL, rows[i]);
         }
-        for (int g = 0; g < G; g++)
-            for (int i = 0; i < 2 * N; i++) _mm512_storeu_ps(out + g * dim + i * W, acc[g][i]);
     }
+    static void lay_values(const bf16* from, const bf16* next, int64_t dim, uint32_t* to) {
+        for (int64_t s = 0; s < PANEL; s += 2, from += 2 * dim)
+            for (int64_t d = 0; d < dim; d += PAIRED, to += PAIRED) {
+                const __m512i a = _mm512_loadu_si512(from + d), b = _mm512_loadu_si512(from + dim + d);
+                _mm512_storeu_si512(to, _mm512_unpacklo_epi16(a, b));
+                _mm512_storeu_si512(to + W, _mm512_unpackhi_epi16(a, b));
+                if (!next) continue;
+                prefetch(next + s * dim + d);
+                prefetch(next + (s + 1) * dim + d);
+            }
+    }
+
+    template <int R>
+    static void score(const float* q, const uint32_t* keys, int64_t dim, float* scores, int64_t width) {
+        __m512 acc[R] = {};
+        for (int64_t d = 0; d < dim; d += PAIRED)
+            for (int i = 0; i < W; i++, keys += PANEL) {
+                const __m512i key = _mm512_loadu_si512(keys);
+                for (int r = 0; r < R; r++) acc[r] = dot(acc[r], pair(q + r * dim + d + i), key);
+            }
+        for (int r = 0; r < R; r++) _mm512_storeu_ps(scores + r * width, acc[r]);
+    }
+
+    template <int R, int N>
+    static void mix(const float* weights, int64_t width, const uint32_t* values, int64_t num_positions, int64_t dim,
+                    float* out) {
+        __m512 acc[R][N];
+        for (int r = 0; r < R; r++)
+            for (int i = 0; i < N; i++) acc[r][i] = _mm512_loadu_ps(out + r * dim + i * W);
+        for (const float* end = weights + num_positions; weights < end; weights += PANEL)
+            for (int s = 0; s < PANEL / 2; s++, values += dim) {
+                __m512i value[N];
+                for (int i = 0; i < N; i++) value[i] = _mm512_loadu_si512(values + i * W);
+                for (int r = 0; r < R; r++) {
+                    const __m512i high = pair(weights + r * width + s), low = pair(weights + r * width + s + PANEL / 2);
+                    for (int i = 0; i < N; i++) acc[r][i] = dot(acc[r][i], high, value[i]);
+                    for (int i = 0; i < N; i++) acc[r][i] = dot(acc[r][i], low, value[i]);
+                }
+            }
+        for (int r = 0; r < R; r++)
+            for (int i = 0; i < N; i++) _mm512_storeu_ps(out + r * dim + i * W, acc[r][i]);
+    }
+
+    static __m512i pair(const float* of) { return _mm512_set1_epi32(load_as<int32_t>(of)); }
 };
 #else
 using Dots = Plain<bf16>;
