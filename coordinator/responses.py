@@ -23,14 +23,14 @@ _SAME = (
     "modalities", "stop_token_ids", "structured_outputs", "chat_template_kwargs", "include_reasoning",
     "allowed_token_ids", "bad_words", "include_stop_str_in_output", "skip_special_tokens", "guided_json",
     "guided_regex", "guided_choice", "guided_grammar", "guided_json_object", "guided_whitespace_pattern",
-    "service_tier", "top_logprobs", "stream_options", "store", "metadata", "user", "safety_identifier",
-    "prompt_cache_key", *REFUSED,
+    "service_tier", "top_logprobs", "stream_options", *(Notes.model_fields.keys() - {"verbosity"}), *REFUSED,
 )  # fmt: skip
 # A chat's, and no field here: to drop one would answer something else than was asked.
 _FOREIGN: dict[str, tuple[Any, ...]] = {
     "n": (1,), "logprobs": (False,), "echo": (False,), "prompt_logprobs": (), "messages": (), "response_format": (),
     "max_tokens": (), "max_completion_tokens": (), "add_generation_prompt": (True,), "add_special_tokens": (False,),
     "continue_final_message": (False,), "include_timings": (False,), "return_tokens_as_token_ids": (False,),
+    "reasoning_effort": (), "verbosity": (), "best_of": (1,),
 }  # fmt: skip
 _STORED: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (), "conversation": (), "prompt": (), "context_management": (), "background": (False,),

@@ -4,7 +4,8 @@ Four kinds of fields:
 
     known      validated here, true being no 1 and "1" no number; null means absent, as every client assumes
     notes      nothing comes of them (`user`, `metadata`, `store`, …); validated like the known ones
-    refused    known to the world, not built, and dropping it would change the answer: UnsupportedError naming it
+    refused    known to the world, not built here or of another endpoint, and dropping it would change the answer:
+               UnsupportedError naming it
     anything   accepted and ignored, because real clients send extras, unless it looks like a known field misspelt,
                whose loss would change the answer
 
@@ -40,6 +41,7 @@ def _as_list(value: Any) -> Any:
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Word = Annotated[str, Field(min_length=1, max_length=200)]
+Verbosity = Literal["low", "medium", "high"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Metadata = Annotated[
@@ -70,7 +72,16 @@ class Notes(BaseModel):
     store: bool | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    verbosity: Verbosity | None = None
+    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
+    request_id: str | None = None
+    rid: str | None = None
+    session_id: str | None = None
+    stream_interval: int | None = Field(None, ge=1)
+    guided_decoding_backend: str | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    # Never read: a client's field must not reach the KV layer.
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class Params(Notes):
@@ -252,12 +263,18 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "return_hidden_states": (False,),
 }
 
-# Of the other endpoint, and known here only to be refused: to drop one would answer something else than was asked.
+# Of another endpoint, and known here only to be refused: to drop one would answer something else than was asked.
 _OF_CHATS: dict[str, tuple[Any, ...]] = {
-    "tools": ([],), "tool_choice": ("none", "auto"), "max_completion_tokens": (), "top_logprobs": (0,),
-    "continue_final_message": (False,),
+    "messages": (), "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False),
+    "max_completion_tokens": (), "top_logprobs": (0,), "continue_final_message": (False,), "reasoning_effort": (),
+    "include_reasoning": (True,), "add_generation_prompt": (True,), "chat_template_kwargs": ({},),
 }  # fmt: skip
-_OF_COMPLETIONS: dict[str, tuple[Any, ...]] = {"best_of": (1,)}
+_OF_COMPLETIONS: dict[str, tuple[Any, ...]] = {"prompt": (), "best_of": (1,)}
+_OF_RESPONSES: dict[str, tuple[Any, ...]] = {
+    "input": (), "instructions": (), "max_output_tokens": (), "text": (), "reasoning": (), "include": ([],),
+    "previous_response_id": (), "conversation": (), "background": (False,), "truncation": ("disabled",),
+    "max_tool_calls": (), "context_management": (),
+}  # fmt: skip
 
 AnyParams = TypeVar("AnyParams", bound=Params)
 
@@ -334,6 +351,7 @@ def _validated(kind: type[AnyParams], body: dict[str, Any]) -> AnyParams:
 
 def _refuse_unbuilt(body: dict[str, Any]) -> None:
     refuse(body, REFUSED, "not supported by this server")
+    refuse(body, _OF_RESPONSES, "only responses have it")
     modalities = body.get("modalities")
     if modalities not in (None, [], ["text"]):
         raise UnsupportedError("modalities: only text is supported", param="modalities")
@@ -341,7 +359,7 @@ def _refuse_unbuilt(body: dict[str, Any]) -> None:
 
 @cache
 def _known_fields(kind: type[Params]) -> frozenset[str]:
-    return frozenset((*kind.model_fields, *REFUSED, *_READ_ELSEWHERE))
+    return frozenset((*kind.model_fields, *REFUSED, *_OF_RESPONSES, *_READ_ELSEWHERE))
 
 
 @cache

@@ -160,8 +160,12 @@ def _response_format(value: Any) -> Shape | None:
                 raise RequestError(
                     f"{param}.json_schema.{key}: expected {expected} but got {shown(named[key])}", param=param
                 )
-        schema = {} if named.get("schema") is None else named["schema"]
-        return Shape(_schema(schema, param, _Writing()), param)
+        if named.get("schema") is None:
+            raise RequestError(
+                f"{param}.json_schema.schema: expected a JSON Schema but got none (for any: {{}})",
+                param=param,
+            )
+        return Shape(_schema(named["schema"], param, _Writing()), param)
     if kind in ("structural_tag", "grammar"):
         raise UnsupportedError(f"response_format: {kind} is not supported by this server", param=param)
     raise RequestError(

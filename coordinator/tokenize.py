@@ -18,8 +18,10 @@ from engine.text.tokenizer import TextModel
 def tokenize(body: dict[str, Any], text: TextModel, max_tokens: int) -> dict[str, Any]:
     """Ids of `messages` (through the template) or of one `prompt`.
 
-    Raises RequestError as those endpoints do.
+    Raises RequestError as those endpoints do, and for both at once.
     """
+    if body.get("messages") is not None and body.get("prompt") is not None:
+        raise RequestError("prompt: expected no messages beside it", param="prompt")
     wants_texts = body.get("return_token_strs")
     if not isinstance(wants_texts, bool | None):
         raise RequestError(

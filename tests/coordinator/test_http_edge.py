@@ -38,12 +38,15 @@ async def test_unknown_routes_and_methods_answer_in_openai_form(method: str, pat
 
 async def test_an_unknown_model_is_404_and_a_missing_name_is_the_one_model() -> None:
     async with service() as s:
-        for path, prompt in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {})):
-            messages = [{"role": "user", "content": "hi"}]
-            response = await s.client.post(path, json={"model": "nope", "messages": messages, **prompt})
+        messages = [{"role": "user", "content": "hi"}]
+        for path, asked in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/chat/completions", {"messages": messages}),
+        ):
+            response = await s.client.post(path, json={"model": "nope", **asked})
             assert response.status_code == 404
             assert (error_of(response)["param"], error_of(response)["code"]) == ("model", "model_not_found")
-            assert (await s.client.post(path, json={"messages": messages, **prompt})).status_code == 200
+            assert (await s.client.post(path, json=asked)).status_code == 200
 
 
 async def test_a_listed_model_can_be_fetched_with_slashes_too() -> None:
@@ -434,6 +437,15 @@ async def test_an_empty_text_has_no_tokens() -> None:
     async with service() as s:
         answer = await s.client.post("/tokenize", json={"prompt": "", "return_token_strs": True})
         assert answer.json() == {"count": 0, "max_model_len": 4096, "tokens": [], "token_strs": []}
+
+
+async def test_tokenize_takes_a_prompt_or_messages_and_never_guesses_which() -> None:
+    async with service() as s:
+        for prompt in ("hi", "", [65]):
+            body = {"prompt": prompt, "messages": [{"role": "user", "content": "x"}]}
+            response = await s.client.post("/tokenize", json=body)
+            assert (response.status_code, error_of(response)["param"]) == (400, "prompt")
+            assert "messages" in error_of(response)["message"]
 
 
 @pytest.mark.parametrize("value", [1, "true", [], {}])

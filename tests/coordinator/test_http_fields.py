@@ -148,6 +148,10 @@ INERT: dict[str, tuple[Any, str]] = {
     "request_id": ("r", "the client's own; the engine has ids of its own"),
     "session_id": ("s", "a hint where to place"),
     "rid": ("r", "the client's own"),
+    "prompt_cache_retention": (
+        "24h",
+        "how long a prefix should be kept, and the cache keeps what it has room for",
+    ),
     "stream_interval": (2, "how text is cut into chunks, not which text"),
     "kv_transfer_params": ({"a": 1}, "a client's field must never reach the KV layer"),
     "guided_decoding_backend": ("xgrammar", "how a grammar is enforced, not which"),
@@ -248,6 +252,7 @@ def test_no_known_field_is_missing_from_the_list() -> None:
         ("n", 2), ("logprobs", True), ("echo", True), ("prompt_logprobs", 1), ("messages", []), ("max_tokens", 4),
         ("response_format", {"type": "json_object"}), ("max_completion_tokens", 4), ("top_logprobs", 2),
         ("continue_final_message", True), ("previous_response_id", "r"), ("background", True), ("truncation", "auto"),
+        ("reasoning_effort", "low"), ("best_of", 2), ("verbosity", "low"),
     ],
 )  # fmt: skip
 async def test_responses_refuse_what_they_would_have_to_drop(field: str, value: Any) -> None:
@@ -286,6 +291,28 @@ async def test_responses_do_what_their_fields_say(field: str, value: Any) -> Non
         ("/v1/completions", "tools", [TOOL], []),
         ("/v1/completions", "tool_choice", "required", "auto"),
         ("/v1/completions", "continue_final_message", True, False),
+        ("/v1/completions", "reasoning_effort", "low", None),
+        ("/v1/completions", "tool_choice", {"type": "function", "function": {"name": "f"}}, "none"),
+        ("/v1/completions", "parallel_tool_calls", "no", False),
+        ("/v1/completions", "chat_template_kwargs", {"x": 1}, {}),
+        ("/v1/completions", "add_generation_prompt", False, True),
+        ("/v1/completions", "include_reasoning", False, True),
+        ("/v1/completions", "messages", [{"role": "user", "content": "hi"}], None),
+        ("/v1/chat/completions", "prompt", "hi", None),
+        *(
+            (path, field, value, None)
+            for path in ("/v1/chat/completions", "/v1/completions")
+            for field, value in (
+                ("input", "hi"),
+                ("instructions", "x"),
+                ("max_output_tokens", 4),
+                ("text", {"format": {"type": "text"}}),
+                ("reasoning", {"effort": "low"}),
+                ("previous_response_id", "r"),
+                ("conversation", "c"),
+                ("max_tool_calls", 1),
+            )
+        ),
     ],
 )
 async def test_a_field_of_the_other_endpoint_is_not_dropped(

@@ -32,6 +32,15 @@ IN_ALL: list[tuple[str, Any]] = [
     *(("safety_identifier", value) for value in (5, False, ["s"])),
     *(("prompt_cache_key", value) for value in (5, False, {})),
     *(
+        (name, value)
+        for name in ("request_id", "session_id", "rid", "guided_decoding_backend")
+        for value in (5, True, ["r"], {})
+    ),
+    *(("stream_interval", value) for value in (0, -1, True, 1.5, "2", [])),
+    *(("kv_transfer_params", value) for value in (5, "x", False, [])),
+    *(("truncation_side", value) for value in ("up", 5, True)),
+    *(("prompt_cache_retention", value) for value in ("for ever", 5, True)),
+    *(
         ("stream_options", value)
         for value in (5, [], "x", {"include_obfuscation": 1}, {"include_usge": True})
     ),
@@ -50,10 +59,21 @@ IN_ALL: list[tuple[str, Any]] = [
 IN_ONE: list[tuple[str, str, Any]] = [
     *((CHAT, "verbosity", value) for value in ("loud", 5, True)),
     *((CHAT, "response_format", {"type": "json_schema", "json_schema": SCHEMA | more}) for more in (
-        {"description": 5}, {"strict": 1}, {"shema": {}}, {"stric": True}, {"name": 5})),
+        {"description": 5}, {"strict": 1}, {"shema": {}}, {"stric": True}, {"name": 5}, {"schema": None})),
+    (CHAT, "response_format", {"type": "json_schema", "json_schema": {"name": "x"}}),
+    (TEXT, "response_format", {"type": "json_schema", "json_schema": {"name": "x"}}),
     *((CHAT, "tools", [{"type": "function", "function": {"name": "f", **more}}]) for more in (
         {"paramters": {}}, {"stric": True}, {"description": 5}, {"strict": 1})),
     *((CHAT, "tools", value) for value in (0, False, "", {})),
+    *((path, name, value) for path in (CHAT, RESPONSE) for name, values in (
+        ("parallel_tool_calls", (1, "true", [])), ("tool_choice", (5, True, [], "any", {}))) for value in values),
+    *((TEXT, name, value) for name, values in (
+        ("tools", (0, "", {})), ("tool_choice", (5, True, {})), ("parallel_tool_calls", (1, "true", [])),
+        ("reasoning_effort", (5, "much")), ("include_reasoning", (1, "x")), ("add_generation_prompt", (1, "x")),
+        ("chat_template_kwargs", (5, [])), ("messages", ([], "x"))) for value in values),
+    *((path, name, value) for path in (CHAT, TEXT) for name, values in (
+        ("truncation", (5, "auto")), ("background", (1, "x")), ("include", (5, ["x"]))) for value in values),
+    *((RESPONSE, "verbosity", value) for value in ("loud", 5)),
     *((CHAT, "messages", [USER, {"role": "assistant", "content": "x", **more}]) for more in (
         {"tool_calls": 0}, {"tool_calls": ""}, {"tool_calls": {}}, {"tool_calls": [CALL | {"id": 5}]},
         {"tool_calls": [CALL | {"type": 5}]}, {"function_call": {"name": "f", "arguments": "{}"}},
