@@ -3,6 +3,7 @@
     BatonError
     ├── RequestError            the caller's fault: the same request fails again          400
     │   ├── ContextLengthError  prompt (+ asked output) does not fit the context          400
+    │   ├── GrammarError        no output can follow the grammar (any further)            400
     │   ├── AuthenticationError missing or wrong key                                      401
     │   ├── PermissionDenied    known caller, not allowed                                 403
     │   ├── NotFoundError       unknown model or route                                    404
@@ -59,6 +60,10 @@ class RequestError(BatonError):
 
 class ContextLengthError(RequestError):
     code = "context_length_exceeded"
+
+
+class GrammarError(RequestError):
+    code = "invalid_grammar"
 
 
 class AuthenticationError(RequestError):
@@ -180,6 +185,7 @@ _BY_CODE: dict[str, type[BatonError]] = {
         Fault,
         RequestError,
         ContextLengthError,
+        GrammarError,
         UnsupportedError,
         ConfigError,
         EngineError,

@@ -52,7 +52,7 @@ class OutputPlan:
 class Job:
     """Everything about one HTTP request that does not change.
 
-    `completion_id` is what the client sees as `id`.
+    `completion_id` is what the client sees as `id`; `grammar_param`: the field that a grammar came from.
     """
 
     endpoint: Endpoint
@@ -63,6 +63,7 @@ class Job:
     plans: tuple[OutputPlan, ...]
     prompts: tuple[Prompt, ...]
     reading: Reading = Reading()  # noqa: RUF009 - immutable
+    grammar_param: str | None = None
     mirror: dict[str, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
 
@@ -124,6 +125,7 @@ def make_job(
         tuple(plans),
         tuple(prompts),
         shape.reading,
+        shape.param,
         shape.mirror,
     )
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from contracts.errors import BatonError, DeadlineError, Fault
+from contracts.errors import BatonError, DeadlineError, Fault, GrammarError
 from contracts.request import Finished, GenerateRequest, PromptLogprob, Timings, Token
 from coordinator.alarm import Alarm
 from coordinator.backend import Backend
@@ -241,6 +241,9 @@ class Outputs:
         except asyncio.CancelledError:
             outcome = "cancelled"
             raise
+        except GrammarError as error:  # of a worker, which knows no fields
+            error.param = self._job.grammar_param
+            self._fail(error)
         except TimeoutError:
             self._fail(DeadlineError(f"the request was not done after {self._timeout_s:g} s"))
         except Exception as error:  # the task's outer edge: the job ends with it

@@ -16,6 +16,7 @@ from typing import Any
 from contracts.errors import RequestError, UnsupportedError
 from coordinator.body import parse_object
 from coordinator.fields import refuse_misspelt_within, shown
+from coordinator.gateway.context import CURRENT
 from coordinator.json_schema import inexact_in
 from coordinator.reading import THINK, THINK_END, Reading
 from coordinator.schema import ChatParams
@@ -115,11 +116,14 @@ def behind_prompt(shape: Shape, tail: str) -> Shape:
 
 
 async def check_grammar(shape: Shape, trial: GrammarTrial) -> None:
-    """Raises RequestError naming the field if no output could follow the grammar, OverloadedError as the trial does."""
+    """Whatever the caller's other grammars cost, those of other tenants are tried meanwhile.
+
+    Raises RequestError naming the field if no output could follow the grammar, OverloadedError as the trial does."""
     if not shape.grammar:
         return
     with _named(shape.param or ""):
-        await trial.check(shape.grammar)
+        context = CURRENT.get()
+        await trial.check(shape.grammar, "" if context is None else context.caller.tenant)
 
 
 @contextmanager

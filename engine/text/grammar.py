@@ -23,8 +23,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
-from contracts.errors import BatonError, EngineError, RequestError
+from contracts.errors import BatonError, EngineError, GrammarError, RequestError
 from engine.text.exact import exact
+from engine.text.reasons import reason_of, reason_of_gbnf
 from engine.text.tokenizer import TextModel
 
 MAX_SOURCE_BYTES = 256 * 1024
@@ -33,7 +34,13 @@ NUM_KEPT = 256  # compiled grammars; a few hundred kB each at most, usually far 
 # Between JSON's parts a space, or a line end and its indentation: spaces or tabs, since models that may mix them do so
 # to the last one that is allowed. With more freedom some models write nothing else.
 _JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"( |\n( {0,12}|\t{0,4}))?", "lenient": False}
-_MAX_MESSAGE = 400
+
+
+def check_size(source: str) -> None:
+    """Raises RequestError for a source that is too long, whatever it says."""
+    num_bytes = len(source.encode())
+    if num_bytes > MAX_SOURCE_BYTES:
+        raise RequestError(f"expected a grammar of at most {MAX_SOURCE_BYTES} bytes but got {num_bytes}")
 
 
 def json_grammar(schema: dict[str, Any], whitespace: str | None = None) -> str:
@@ -62,12 +69,14 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 def ebnf_grammar(text: str) -> str:
     """GBNF (a rule named `root`) or Lark (a rule named `start`). Raises RequestError for what is neither."""
+    check_size(text)  # the translator is slow
     try:
         return lark_grammar(any_to_lark(text))
     except (
         Exception
     ) as error:  # the translator raises whatever comes to hand, the bare class for a missing rule
-        raise RequestError(f"grammar: expected GBNF or Lark but: {str(error)[:_MAX_MESSAGE]}") from error
+        told = "it ends too early" if isinstance(error, IndexError) else reason_of_gbnf(str(error))
+        raise RequestError(f"expected GBNF or Lark but {told}") from error
 
 
 def lark_grammar(text: str) -> str:
@@ -126,9 +135,13 @@ class GrammarState:
 
     def _has_failed(self) -> bool:
         if self._matcher.is_error():
-            reason = self._matcher.get_error().strip()[:_MAX_MESSAGE]
-            self.error = RequestError(f"the output cannot follow its grammar any further: {reason}")
+            self.error = GrammarError(f"the output cannot follow its grammar any further: {self.reason}")
         return self.error is not None
+
+    @property
+    def reason(self) -> str:
+        """Why it cannot."""
+        return reason_of(self._matcher.get_error()) or "nothing but an empty output follows it"
 
 
 class Grammars:
@@ -145,21 +158,24 @@ class Grammars:
 
     def compile(self, source: str) -> GrammarState:
         """The state before the first token. Raises RequestError for what is no grammar, or too large a one."""
-        num_bytes = len(source.encode())
-        if num_bytes > MAX_SOURCE_BYTES:
-            raise RequestError(f"expected a grammar of at most {MAX_SOURCE_BYTES} bytes but got {num_bytes}")
+        check_size(source)
         with self._lock:
             state = self._kept.get(source)
-            if state is None:
-                state = self._kept[source] = self._compiled(source)
-                if len(self._kept) > NUM_KEPT:
-                    self._kept.popitem(last=False)
+            if state is None and self._tokenizer is None:
+                self._tokenizer = LLTokenizer(_wrapped(self._text))
+        if state is None:
+            state = self._compiled(
+                source
+            )  # outside of the lock: others' grammars need not wait for a slow one
+        with self._lock:
+            state = self._kept.setdefault(source, state)
             self._kept.move_to_end(source)
+            if len(self._kept) > NUM_KEPT:
+                self._kept.popitem(last=False)
             return state.copy()
 
     def _compiled(self, source: str) -> GrammarState:
-        if self._tokenizer is None:
-            self._tokenizer = LLTokenizer(_wrapped(self._text))
+        assert self._tokenizer is not None
         limits = LLParserLimits(verbose_errors=False)
         state = GrammarState(
             LLMatcher(self._tokenizer, source, log_level=0, limits=limits),
@@ -167,9 +183,8 @@ class Grammars:
             self._text.eos_ids,
         )
         # The first mask shows what compiling does not: states that explode, tokens that cannot spell it.
-        if state._has_failed() or not (state.allowed().any() or state.may_end) or state.error is not None:
-            reason = state._matcher.get_error().strip()[:_MAX_MESSAGE] or "no token can begin it"
-            raise RequestError(f"expected a grammar that an output can follow but: {reason}")
+        if state._has_failed() or not state.allowed().any() or state.error is not None:
+            raise GrammarError(f"expected a grammar that an output can follow but {state.reason}")
         return state
 
 

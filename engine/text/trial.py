@@ -1,149 +1,133 @@
 """Grammars are tried where they can do no harm: a hostile one may crash the library that compiles it, or never end.
 
-    GrammarTrial.check(source) ──line──► a process of its own: Grammars.compile ──line──► passed │ why not
-            └ no answer in time, or the process has crashed: the grammar is refused, and the next one gets a new process
+    GrammarTrial.check(source) ──a socket──► nursery ──fork──► a process of its own: compiled, and followed a while
+                                                                  └► passed │ why not │ it crashed │ its time is over
 
-What passed here is compiled again by the workers, which ask no questions: the same library, the same limits.
+Several are tried at once, each with a bound on its processor time, a few of one tenant; so what one of them costs, the
+others hardly notice. What passed here is compiled again by the workers, which ask no questions: the same library, the
+same limits.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
-import selectors
-import signal
+import socket
 import subprocess
 import sys
-import time
 import weakref
-from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from collections import OrderedDict, defaultdict
 from contextlib import suppress
 
 from contracts.errors import OverloadedError, RequestError
-from engine.text.grammar import NUM_KEPT, Grammars, regex_grammar
+from engine.text.grammar import NUM_KEPT, check_size
+from engine.text.nursery import PASSED
 from engine.text.tokenizer import TextModel
 
-COMPILE_TIMEOUT_S = 5.0
+CPU_S = 1.0  # of one grammar
+ANSWER_TIMEOUT_S = 30.0  # of one that has begun
 START_TIMEOUT_S = 60.0
 WAIT_TIMEOUT_S = 30.0
-_PR_SET_PDEATHSIG = 1
+NUM_AT_ONCE, NUM_AT_ONCE_OF_ONE = 8, 3
+_PIECE_BYTES = 1 << 16
+# Threads that would be of no use there, and are in the way of a fork.
+_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 class GrammarTrial:
-    """Of one model. Its process starts with the first grammar, and ends with this object or with its own process."""
+    """Of one model. Its nursery starts with the first grammar, and ends with this object or with its own process."""
 
     def __init__(self, text: TextModel) -> None:
         self._text = text
-        self._thread = ThreadPoolExecutor(
-            1, "grammar-trial"
-        )  # one grammar at a time; others wait in its line
-        self._holder: list[subprocess.Popen[bytes]] = []
+        self._holder: list[_Nursery] = []
+        self._starting = asyncio.Lock()
+        self._slots = asyncio.Semaphore(NUM_AT_ONCE)
+        self._slots_of: defaultdict[str, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(NUM_AT_ONCE_OF_ONE)
+        )
         self._answers: OrderedDict[str, str] = OrderedDict()  # by source: why it is refused, "" if it is not
-        weakref.finalize(self, _finish, self._thread, self._holder)
+        weakref.finalize(self, _end, self._holder)
 
-    async def check(self, source: str) -> None:
-        """Raises RequestError for what no output can follow, what crashes the compiler, and what takes it longer than
-        COMPILE_TIMEOUT_S; OverloadedError if others' grammars keep it busy for WAIT_TIMEOUT_S.
+    async def check(self, source: str, tenant: str = "") -> None:
+        """Raises RequestError for what no output can follow, what crashes the compiler, and what costs too much;
+        OverloadedError if others' grammars, or the tenant's own, are in its way for WAIT_TIMEOUT_S.
         """
+        check_size(source)
         answer = self._answers.get(source)
         if answer is None:
             try:
-                async with asyncio.timeout(WAIT_TIMEOUT_S):
-                    answer = await asyncio.wrap_future(self._thread.submit(self._tried, source))
+                async with asyncio.timeout(WAIT_TIMEOUT_S) as patience, self._slots_of[tenant], self._slots:
+                    patience.reschedule(None)
+                    answer = self._answers.get(source)  # somebody before in the line may have had the same
+                    if answer is None:
+                        answer = await self._tried(source)
             except TimeoutError as error:
-                raise OverloadedError(
-                    "too many new grammars at once", retry_after_s=COMPILE_TIMEOUT_S
-                ) from error
+                raise OverloadedError("too many new grammars at once", retry_after_s=5.0) from error
             self._answers[source] = answer
             if len(self._answers) > NUM_KEPT:
                 self._answers.popitem(last=False)
         if answer:
             raise RequestError(answer)
 
-    def _tried(self, source: str) -> str:
-        if answer := self._answers.get(source):
-            return answer  # somebody before in the line had the same
-        if not self._holder or self._holder[0].poll() is not None:
-            self._start()
+    async def _tried(self, source: str) -> str:
+        async with self._starting:
+            if not self._holder or self._holder[0].process.poll() is not None:
+                await self._start()
         try:
-            return str(_ask(self._holder[0], source, COMPILE_TIMEOUT_S))
-        except TimeoutError:
-            _end(self._holder)
-            return f"expected a grammar that compiles within {COMPILE_TIMEOUT_S:g} s"
-        except EOFError:
-            _end(self._holder)
-            return "expected a grammar that its compiler can take but it crashed"
-
-    def _start(self) -> None:
-        """Raises OverloadedError if the process does not come up."""
-        _end(self._holder)
-        command = [sys.executable, "-m", "engine.text.trial", str(os.getpid())]
-        # A session of its own: a Ctrl-C is for whoever made it.
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
-        self._holder.append(process)
-        try:
-            _ask(process, self._text.parts(), START_TIMEOUT_S)
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                answer = await _ask(self._holder[0].control, source.encode())
         except (TimeoutError, EOFError) as error:
-            _end(self._holder)
-            raise OverloadedError("the process that compiles grammars did not start") from error
+            raise OverloadedError("the process that compiles grammars did not answer") from error
+        return "" if answer == PASSED else answer.decode()
 
-
-def _ask(process: subprocess.Popen[bytes], what: object, timeout_s: float) -> object:
-    """Raises TimeoutError, and EOFError if there is nobody any more."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        process.stdin.write(json.dumps(what).encode() + b"\n")
-        process.stdin.flush()
-    except BrokenPipeError as error:
-        raise EOFError from error
-    deadline_s, found = time.monotonic() + timeout_s, b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while not found.endswith(b"\n"):
-            if not selector.select(max(deadline_s - time.monotonic(), 0.0)):
-                raise TimeoutError
-            piece = os.read(process.stdout.fileno(), 1 << 16)
-            if not piece:
-                raise EOFError
-            found += piece
-    return json.loads(found)
-
-
-def _end(holder: list[subprocess.Popen[bytes]]) -> None:
-    while holder:
-        process = holder.pop()
-        process.kill()
-        with suppress(BrokenPipeError):  # what it was told and did not read
-            process.communicate()
-
-
-def _finish(thread: ThreadPoolExecutor, holder: list[subprocess.Popen[bytes]]) -> None:
-    thread.shutdown(wait=False, cancel_futures=True)
-    _end(holder)
-
-
-def main() -> None:
-    """Answers on stdout, a line for each line of stdin: first the tokenizer, then sources."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(sys.argv[1]):
-        return  # whoever asked is gone already
-    grammars = Grammars(TextModel.of_parts(json.loads(sys.stdin.readline())))
-    grammars.compile(regex_grammar("a?"))  # makes the token tree
-    print('""', flush=True)
-    for line in sys.stdin:
-        answer = ""
+    async def _start(self) -> None:
+        """Raises OverloadedError if the nursery does not come up."""
+        _end(self._holder)
+        starting = [_Nursery()]
         try:
-            grammars.compile(json.loads(line))
-        except RequestError as error:
-            answer = error.message
-        print(json.dumps(answer), flush=True)
+            parts = await asyncio.to_thread(lambda: json.dumps(self._text.parts()).encode())
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await _ask(starting[0].control, parts)
+            self._holder.append(starting.pop())
+        except (TimeoutError, EOFError) as error:
+            raise OverloadedError("the process that compiles grammars did not start") from error
+        finally:  # also if whoever asked first has left meanwhile
+            _end(starting)
 
 
-if __name__ == "__main__":
-    main()
+class _Nursery:
+    def __init__(self) -> None:
+        self.control, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "engine.text.nursery", str(os.getpid()), str(CPU_S)]
+        with theirs:
+            # A session of its own: a Ctrl-C is for whoever made it.
+            self.process = subprocess.Popen(
+                command, stdin=theirs.fileno(), start_new_session=True, env=os.environ | _ENVIRONMENT
+            )
+
+
+async def _ask(control: socket.socket, question: bytes) -> bytes:
+    """The whole answer. Raises EOFError if there is nobody any more who could give one."""
+    ours, theirs = socket.socketpair()
+    loop = asyncio.get_running_loop()
+    found = b""
+    with ours, suppress(ConnectionError):
+        with theirs:
+            socket.send_fds(control, [b"?"], [theirs.fileno()])
+        ours.setblocking(False)
+        await loop.sock_sendall(ours, question)
+        ours.shutdown(socket.SHUT_WR)
+        while piece := await loop.sock_recv(ours, _PIECE_BYTES):
+            found += piece
+    if not found:
+        raise EOFError
+    return found
+
+
+def _end(holder: list[_Nursery]) -> None:
+    while holder:
+        nursery = holder.pop()
+        nursery.control.close()
+        nursery.process.kill()
+        nursery.process.wait()
