@@ -92,7 +92,8 @@ def log_fault(error: BatonError, request_id: str) -> None:
 def from_http_exception(request: Request, error: HTTPException) -> BatonError:
     """The framework's own refusals (unknown route, wrong method) as ours."""
     if error.status_code == 404:
-        return NotFoundError(f"no such route: {request.method} {request.url.path[:200]}")
+        # Not `request.url`, which is made of the host that the client names.
+        return NotFoundError(f"no such route: {request.method} {request.scope['path'][:200]}")
     if error.status_code == 405:
         return MethodError(f"method {request.method} is not allowed here")
     if error.status_code < 500:

@@ -85,7 +85,7 @@ _ID_RULES = (
 _METHODS = "GET HEAD POST PUT PATCH DELETE OPTIONS TRACE"
 # What HAProxy says when it answers with one of these statuses itself.
 _ERRORS: dict[int, BatonError] = {
-    400: RequestError("expected an HTTP request"),
+    400: RequestError("expected an HTTP request, on a connection that stays open for its answer"),
     408: RequestError("expected the whole request in time"),
     500: Fault(""),
     502: WorkerLostError("the process that was to answer is gone"),
@@ -96,6 +96,7 @@ _NO_APPLICATION = OverloadedError("this server is starting or stopping")
 # Uvicorn would answer a method that it does not know, and a web socket, in a form of its own.
 _REFUSED = {
     "!{ path_beg / }": NotFoundError("no such route"),
+    "{ path -i /-/routes }": NotFoundError("no such route"),  # Serve would tell anybody, without a key
     f"!{{ method {_METHODS} }}": MethodError(f"expected one of {_METHODS.replace(' ', ', ')}"),
 }
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import re
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,6 +45,7 @@ from coordinator.fields import shown
 from coordinator.gateway.context import CURRENT
 from coordinator.gateway.gateway import Gateway
 from coordinator.gateway.meter import MeteredBackend
+from coordinator.ingress import request_id_of
 from coordinator.job import Endpoint, Job, check_num_choices, make_job
 from coordinator.metrics import CONTENT_TYPE, Metrics
 from coordinator.models import Models
@@ -63,7 +62,6 @@ from engine.text.trial import GrammarTrial
 
 # Rendering and tokenising less than this takes well under 5 ms.
 _MAX_INLINE_BYTES = 4096
-_SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ENDPOINTS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
@@ -326,7 +324,7 @@ class RequestScope:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _request_id(scope)
+        request_id = request_id_of(scope)
         scope["baton.request_id"] = request_id
         has_started = False
 
@@ -358,14 +356,3 @@ def endpoint_of(scope: Scope) -> str:
     path: str = scope["path"]
     root = "/".join(path.split("/", 3)[:3])
     return _ENDPOINTS[root] if root in _WITH_IDS else _ENDPOINTS.get(path, "other")
-
-
-def _request_id(scope: Scope) -> str:
-    """The client's own if it is sane, else a new one.
-
-    For the client's logs only: the engine has ids of its own.
-    """
-    for name, value in scope["headers"]:
-        if name == b"x-request-id" and _SANE_ID.fullmatch(value.decode("latin-1")):
-            return str(value.decode("latin-1"))
-    return f"req_{secrets.token_hex(12)}"

@@ -5,7 +5,8 @@
     client ◄── PlainErrors ◄── Serve: "Path '/x' not found.", "Request timed out" …      said anew
                           ◄── the application's answers                                  untouched
 
-Serve's text says something of the inside, and no OpenAI client reads it. Serve's own pages (`/-/…`) stay as they are.
+Serve's text says something of the inside, and no OpenAI client reads it. Of Serve's own pages (`/-/…`) one is left, by
+which proxies find out who is healthy; the list of routes would be shown to anybody, without a key.
 
 A chunk would pass ten layers (ours, Starlette's, Serve's), none of which looks at anything but an answer's start
 and its end. So this outermost one leaves the server's own `send` in the scope, and bodies with more to come go there:
@@ -17,6 +18,8 @@ and its end. So this outermost one leaves the server's own `send` in the scope, 
 from __future__ import annotations
 
 import asyncio
+import re
+import secrets
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
@@ -27,8 +30,9 @@ from contracts.errors import BatonError, DeadlineError, Fault, NotFoundError, Ov
 from coordinator.errors_http import error_response
 from coordinator.uvicorn_forms import framed, say_in_openais_form
 
-_SERVES_OWN = "/-/"
+_SERVES_OWN, _SERVES_HEALTH = "/-/", "/-/healthz"
 _BODIES = "baton.bodies"
+_SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,17 @@ def middlewares() -> list[Middleware]:
     return [Middleware(PlainErrors)]
 
 
+def request_id_of(scope: Scope) -> str:
+    """The client's own if it is sane, else a new one.
+
+    For the client's logs only: the engine has ids of its own.
+    """
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _SANE_ID.fullmatch(value.decode("latin-1")):
+            return str(value.decode("latin-1"))
+    return f"req_{secrets.token_hex(12)}"
+
+
 class PlainErrors:
     """Pure ASGI: an answer that is no plain-text error passes message by message."""
 
@@ -70,10 +85,15 @@ class PlainErrors:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].startswith(_SERVES_OWN):
+        is_http = scope["type"] == "http"
+        path = scope["path"].removeprefix(scope.get("root_path", "")) if is_http else ""
+        if not is_http or path == _SERVES_HEALTH:
             await self._app(scope, receive, send)
             return
         send = framed(scope, send)
+        if path.startswith(_SERVES_OWN):
+            await _say(404, Headers({"x-request-id": request_id_of(scope)}), scope, receive, send)
+            return
         held: Message | None = None
 
         async def send_read(message: Message) -> None:
@@ -83,7 +103,7 @@ class PlainErrors:
             elif held is None:
                 await send(message)
             elif not message.get("more_body", False):
-                await _say(held, scope, receive, send)
+                await _say(held["status"], Headers(raw=held["headers"]), scope, receive, send)
 
         scope[_BODIES] = _Bodies(send, asyncio.get_running_loop())
         await self._app(scope, receive, send_read)
@@ -95,10 +115,9 @@ def _is_plain_error(start: Message) -> bool:
     return Headers(raw=start["headers"]).get("content-type", "").startswith("text/plain")
 
 
-async def _say(start: Message, scope: Scope, receive: Receive, send: Send) -> None:
-    """The error instead of the text; its request id and the wait that Serve asks for stay."""
-    headers = Headers(raw=start["headers"])
-    error = _error_of(start["status"], scope, headers.get("retry-after"))
+async def _say(status: int, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
+    """The error instead of the text; the request id and the wait that Serve asks for stay."""
+    error = _error_of(status, scope, headers.get("retry-after"))
     response = error_response(error)
     if request_id := headers.get("x-request-id"):
         response.headers["x-request-id"] = request_id

@@ -74,6 +74,15 @@ async def test_everything_else_passes_untouched(path: str, status: int, kind: by
     assert response.headers["x-other"] == "1"
 
 
+@pytest.mark.parametrize("path", ["/-/routes", "/-/anything", "/-/"])
+async def test_what_serve_says_of_its_routes_is_no_route(path: str) -> None:
+    """It would answer anybody, with or without a key."""
+    async with answering(200, b'{"/":"baton"}', b"application/json") as client:
+        response = await client.get(path, headers={"x-request-id": "mine"})
+    assert (response.status_code, error_of(response)["code"]) == (404, "not_found")
+    assert response.headers["x-request-id"] == "mine"
+
+
 @pytest.mark.parametrize("is_read", [False, True])
 async def test_bodies_with_more_to_come_go_to_the_server_unless_somebody_reads_them(is_read: bool) -> None:
     told: list[Message] = []

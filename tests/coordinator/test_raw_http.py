@@ -85,6 +85,36 @@ async def test_rubbish_behind_an_answer_that_has_begun_is_not_written_into_it() 
         writer.close()
 
 
+@pytest.mark.parametrize(
+    "target", [b"//v1/models", b"//x/v1/models", b"///v1/models", b"//x:80/health", b"//x"]
+)
+async def test_a_path_of_two_slashes_names_no_host(target: bytes) -> None:
+    async with server() as (url, _):
+        head, body = await told(url, b"GET " + target + b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert head.startswith(b"http/1.1 404 "), head
+        assert json.loads(body)["error"]["message"] == f"no such route: GET {target.decode()}"
+
+
+@pytest.mark.parametrize("host", [b"host: x", b"host: x/y?z", b"host:", b"x: y"])
+async def test_a_route_is_named_by_its_path_whatever_the_host_says(host: bytes) -> None:
+    async with server() as (url, _):
+        for target in (b"/v1/nothing", b"//v1/models"):
+            _, body = await told(url, b"GET " + target + b" HTTP/1.0\r\n" + host + b"\r\n\r\n")
+            assert json.loads(body)["error"]["message"] == f"no such route: GET {target.decode()}"
+
+
+async def test_a_client_that_closes_its_side_has_left() -> None:
+    """TCP tells the end of a client's writing and its leaving by the same sign."""
+    held = asyncio.Event()
+    async with server(lambda _: [ord("a"), held, EOS]) as (url, backend):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(url))
+        writer.write(raw_post(MESSAGES, stream=True))
+        await reader.readuntil(b'"content":"a"')
+        writer.write_eof()
+        await until_idle(backend)
+        writer.close()
+
+
 def old(raw: bytes) -> bytes:
     return raw.replace(b"HTTP/1.1", b"HTTP/1.0", 1)
 

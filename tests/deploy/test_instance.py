@@ -320,7 +320,10 @@ def test_what_haproxy_answers_itself_has_openais_form(tmp_path: Path) -> None:
 
 
 def test_what_no_server_behind_haproxy_would_answer_in_openais_form_stays_in_front(tmp_path: Path) -> None:
-    expected = [("FOO", "/v1/models", 405), ("PROPFIND", "/", 405), ("OPTIONS", "*", 404), ("GET", "/", 503)]
+    expected = [
+        ("FOO", "/v1/models", 405), ("PROPFIND", "/", 405), ("OPTIONS", "*", 404), ("GET", "/", 503),
+        ("GET", "/-/routes", 404), ("GET", "/-/Routes?x", 404), ("GET", "http://x/-/routes", 404),
+    ]  # fmt: skip
     with proxying(tmp_path, NO_APPLICATION) as url:
         for method, target, status in expected:
             with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=30.0) as client:
