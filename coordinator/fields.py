@@ -16,6 +16,8 @@ from contracts.errors import RequestError, UnsupportedError
 _NUMBER = re.compile(r"[0-9]{1,20}(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,3})?")
 _MAX_SHOWN = 60
 _MAX_SPELLED, _MAX_SPELLED_WITHIN = 64, 8
+OF_SCHEMAS = ("name", "description", "schema", "strict")
+"""What a format of type `json_schema` says, nested in a chat and flat in a response."""
 _LIKENESS = 0.85  # `stops` is like `stop`, `top_a` is not like `top_p`
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
@@ -32,6 +34,17 @@ def refuse(body: dict[str, Any], inert: dict[str, tuple[Any, ...]], why: str) ->
         value = body.get(name)
         if value is not None and not any(type(value) is type(item) and value == item for item in values):
             raise UnsupportedError(f"{name}: {why}", param=name)
+
+
+def refuse_misplaced(value: Any, names: Collection[str], where: str, param: str | None = None) -> None:
+    """Raises RequestError for the first of these that an object inside of a body has, although it belongs elsewhere.
+    `param`: the body's field.
+    """
+    for name in names if isinstance(value, dict) else ():
+        if value.get(name) is not None:
+            raise RequestError(
+                f"{where}.{name}: expected none in this place", param=where if param is None else param
+            )
 
 
 def refuse_misspelt(body: dict[str, Any], fields: Collection[str], known: Collection[str]) -> None:

@@ -145,6 +145,7 @@ def _max_tokens(endpoint: Endpoint, params: Params, prompt_len: int, limit: int)
     """What the client asked for must fit; a default is cut to what fits."""
     rest = limit - prompt_len
     name, asked = params.token_limit
+    default = min(rest, _DEFAULT_COMPLETION_TOKENS) if endpoint == "completions" else rest
     if rest < 1 and asked != 0:
         raise ContextLengthError(
             f"expected a prompt of at most {limit - 1} tokens (limit {limit}) but got {prompt_len}",
@@ -157,7 +158,12 @@ def _max_tokens(endpoint: Endpoint, params: Params, prompt_len: int, limit: int)
                 param=name,
             )
         return asked
-    return max(min(rest, _DEFAULT_COMPLETION_TOKENS) if endpoint == "completions" else rest, 1)
+    if params.min_tokens > default:
+        raise RequestError(
+            f"min_tokens: expected at most {default}, the limit of this output, but got {params.min_tokens}",
+            param="min_tokens",
+        )
+    return default
 
 
 def _samplings(
@@ -193,7 +199,7 @@ def _samplings(
                 frequency_penalty=params.frequency_penalty,
                 repetition_penalty=_given(params.repetition_penalty, defaults.get("repetition_penalty", 1.0)),
                 logit_bias=masks.bias,
-                min_tokens=min(params.min_tokens, max_tokens),
+                min_tokens=params.min_tokens,
                 stop_token_ids=masks.stop_ids,
                 ignore_eos=params.ignore_eos,
                 num_logprobs=params.num_drawn_logprobs,
@@ -259,7 +265,9 @@ def _bad_ids(params: Params, text: TextModel) -> tuple[tuple[int, ...], ...]:
 def _logit_bias(params: Params, num_logits: int) -> tuple[tuple[int, float], ...]:
     pairs: dict[int, float] = {}
     for key, value in params.logit_bias.items():
-        if not (key.isascii() and key.isdecimal() and len(key) < 12) or int(key) >= num_logits:
+        # As JSON writes numbers: of `065` and `65`, one would be dropped.
+        is_id = key.isascii() and key.isdecimal() and len(key) < 12 and str(int(key)) == key
+        if not is_id or int(key) >= num_logits:
             raise RequestError(
                 f"logit_bias: expected token ids from 0 to {num_logits - 1} as keys but got {key[:20]!r}",
                 param="logit_bias",

@@ -171,7 +171,16 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
             raise RequestError(f"{where}.{key}: expected text but got {shown(value)}", param="messages")
         if value is not None:
             result[key] = value
+    for key in ("prefix", "partial"):
+        if message.get(key) not in (None, False):
+            raise UnsupportedError(
+                f"{where}.{key}: not supported; use continue_final_message", param="messages"
+            )
     calls = _tool_calls(message.get("tool_calls"), where)
+    if calls and role != "assistant":
+        raise RequestError(
+            f"{where}.tool_calls: expected those of an assistant but the role is {role}", param="messages"
+        )
     if calls:
         result["tool_calls"] = calls
     refusal = result.pop("refusal", None)

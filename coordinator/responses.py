@@ -12,7 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from contracts.errors import RequestError, UnsupportedError
-from coordinator.fields import refuse, refuse_misspelt, refuse_misspelt_within, shown
+from coordinator.fields import (
+    OF_SCHEMAS,
+    refuse,
+    refuse_misplaced,
+    refuse_misspelt,
+    refuse_misspelt_within,
+    shown,
+)
 from coordinator.prompts import read_message
 from coordinator.reading import Reading
 from coordinator.schema import REFUSED, ChatParams, Notes
@@ -180,6 +187,7 @@ def _tools(value: Any) -> Any:
             raise UnsupportedError(
                 f"tools[{i}]: only function is supported but got {shown(kind)}", param="tools"
             )
+        refuse_misplaced(tool, ("function",), f"tools[{i}]", "tools")
         function = {key: item for key, item in tool.items() if key != "type" and item is not None}
         found.append({"type": "function", "function": function})
     return found
@@ -187,6 +195,7 @@ def _tools(value: Any) -> Any:
 
 def _tool_choice(value: Any) -> Any:
     if isinstance(value, dict) and value.get("type") == "function":
+        refuse_misplaced(value, ("function",), "tool_choice")
         return {"type": "function", "function": _picked(value, "name")}
     return value
 
@@ -227,10 +236,15 @@ def _format(value: Any) -> Any:
     if not isinstance(kind, dict):
         raise RequestError(f"text.format: expected an object but got {shown(kind)}", param="text")
     if kind.get("type") == "json_schema":
-        if kind.get("schema") is None:
-            raise RequestError("text.format.schema: expected a JSON Schema but got none", param="text")
+        refuse_misplaced(kind, ("json_schema",), "text.format", "text")
+        if not isinstance(schema := kind.get("schema"), dict):
+            raise RequestError(
+                f"text.format.schema: expected a JSON Schema object but got {shown(schema)}", param="text"
+            )
         named = {key: value for key, value in kind.items() if key != "type"}
         return {"type": "json_schema", "json_schema": named}
+    refuse_misplaced(kind, ("json_schema", *OF_SCHEMAS), "text.format", "text")
+    refuse_misspelt_within(kind, ("type", *OF_SCHEMAS), "text.format", "text")
     return {"type": kind.get("type")}
 
 

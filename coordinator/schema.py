@@ -344,7 +344,8 @@ def _validated(kind: type[AnyParams], body: dict[str, Any]) -> AnyParams:
     _, limit = params.token_limit
     if limit is not None and params.min_tokens > limit:
         raise RequestError(
-            f"min_tokens: expected at most max_tokens={limit} but got {params.min_tokens}", param="min_tokens"
+            f"min_tokens: expected at most {limit}, the limit of this output, but got {params.min_tokens}",
+            param="min_tokens",
         )
     return params
 

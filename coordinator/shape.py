@@ -15,7 +15,7 @@ from typing import Any
 
 from contracts.errors import RequestError, UnsupportedError
 from coordinator.body import parse_object
-from coordinator.fields import refuse_misspelt_within, shown
+from coordinator.fields import OF_SCHEMAS, refuse_misplaced, refuse_misspelt_within, shown
 from coordinator.gateway.context import CURRENT
 from coordinator.json_schema import inexact_in
 from coordinator.reading import THINK, THINK_END, Reading
@@ -39,6 +39,11 @@ _WRITING = (
     "disable_additional_properties",
     "whitespace_pattern",
 )
+# Of the others, how JSON is written says nothing.
+_WRITES = {
+    "json": frozenset(_WRITING),
+    "json_object": frozenset(_WRITING) - {"disable_additional_properties"},
+}
 _GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -145,6 +150,8 @@ def _response_format(value: Any) -> Shape | None:
     if value is None:
         return None
     kind = value.get("type") if isinstance(value, dict) else None
+    refuse_misplaced(value, OF_SCHEMAS if kind == "json_schema" else ("json_schema", *OF_SCHEMAS), param)
+    refuse_misspelt_within(value, ("type", "json_schema", *OF_SCHEMAS), param)
     if kind == "text":
         return None
     if kind == "json_object":
@@ -156,20 +163,19 @@ def _response_format(value: Any) -> Shape | None:
                 f"response_format.json_schema: expected a name and a schema but got {shown(named)}",
                 param=param,
             )
-        refuse_misspelt_within(
-            named, ("name", "description", "schema", "strict"), f"{param}.json_schema", param
-        )
+        refuse_misspelt_within(named, OF_SCHEMAS, f"{param}.json_schema", param)
         for key, kinds, expected in (("strict", bool, "true or false"), ("description", str, "text")):
             if not isinstance(named.get(key), kinds | None):
                 raise RequestError(
                     f"{param}.json_schema.{key}: expected {expected} but got {shown(named[key])}", param=param
                 )
-        if named.get("schema") is None:
+        schema = named.get("schema")
+        if not isinstance(schema, dict):
             raise RequestError(
-                f"{param}.json_schema.schema: expected a JSON Schema but got none (for any: {{}})",
+                f"{param}.json_schema.schema: expected a JSON Schema object but got {shown(schema)}",
                 param=param,
             )
-        return Shape(_schema(named["schema"], param, _Writing()), param)
+        return Shape(_schema(schema, param, _Writing()), param)
     if kind in ("structural_tag", "grammar"):
         raise UnsupportedError(f"response_format: {kind} is not supported by this server", param=param)
     raise RequestError(
@@ -194,6 +200,7 @@ def _structured(value: Any) -> Shape | None:
             f"{param}: expected exactly one of {', '.join(_STRUCTURES)} but got {len(kinds)}", param=param
         )
     (kind,) = kinds
+    refuse_misplaced(given, sorted({*_WRITING[1:]} - _WRITES.get(kind, frozenset())), param)
     writing = _writing(given, param)
     return Shape(_structure(kind, given[kind], _Field(f"{param}.{kind}", param), writing), param)
 
@@ -210,6 +217,11 @@ def _guided(body: dict[str, Any]) -> Shape | None:
     if len(given) > 1:
         raise RequestError(f"{given[1]}: expected no {given[0]} beside it", param=given[1])
     (name,) = given
+    if whitespace is not None and _GUIDED[name] not in _WRITES:
+        raise RequestError(
+            f"guided_whitespace_pattern: expected guided_json beside it but got {name}",
+            param="guided_whitespace_pattern",
+        )
     writing = _writing({"whitespace_pattern": whitespace}, "guided_whitespace_pattern")
     return Shape(_structure(_GUIDED[name], body[name], _Field(name, name), writing), name)
 
@@ -248,6 +260,7 @@ def _writing(given: dict[str, Any], param: str) -> _Writing:
     if not isinstance(whitespace, str | None):
         raise RequestError(f"{param}: expected a pattern but got {shown(whitespace)}", param=param)
     if given.get("disable_any_whitespace"):
+        refuse_misplaced(given, ("whitespace_pattern",), param)
         whitespace = ""
     return _Writing(whitespace, bool(given.get("disable_additional_properties")))
 

@@ -26,7 +26,7 @@ from coordinator.call_readers import (
     MistralReader,
 )
 from coordinator.calls import CallReader
-from coordinator.fields import refuse_misspelt_within, shown
+from coordinator.fields import refuse_misplaced, refuse_misspelt_within, shown
 from coordinator.json_schema import fault_in, inexact_in
 from engine.text.grammar import inline_json, lark_grammar
 from engine.text.tokenizer import TextModel
@@ -118,6 +118,7 @@ def _tool(item: Any, where: str) -> Tool:
     function = item.get("function")
     if not isinstance(function, dict):
         raise RequestError(f"{where}.function: expected an object but got {shown(function)}", param="tools")
+    refuse_misplaced(item, _FUNCTION, where, "tools")
     refuse_misspelt_within(function, _FUNCTION, f"{where}.function", "tools")
     name, description = function.get("name"), function.get("description")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -157,6 +158,7 @@ def _choice(value: Any) -> tuple[Choice, str | None]:
         function = value.get("function")
         name = function.get("name") if isinstance(function, dict) else None
         if isinstance(name, str):
+            refuse_misplaced(value, ("name",), "tool_choice")
             return "named", name
     if isinstance(value, dict) and value.get("type") in ("allowed_tools", "custom"):
         raise UnsupportedError(f"tool_choice: {value['type']} is not supported", param="tool_choice")
