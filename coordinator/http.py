@@ -54,7 +54,7 @@ from coordinator.promises import tier_of
 from coordinator.prompts import Prompt, chat_prompt, completion_prompts, read_messages, read_prompts
 from coordinator.responses import chat_body, check_logprobs, mirror, named_as_responses
 from coordinator.schema import Params, parse_chat, parse_completion
-from coordinator.shape import Shape, behind_prompt, chat_shape, check_grammar, completion_shape
+from coordinator.shape import Shape, behind_prompt, chat_shape, completion_shape, with_checked_grammar
 from coordinator.tokenize import detokenize, tokenize
 from coordinator.tools import read_tools
 from engine.text.tokenizer import TextModel
@@ -185,7 +185,7 @@ class Edge:
         if tools is not None:  # seldom short, and to measure them takes as long as to render them
             size += _MAX_INLINE_BYTES + 1
         prompt = await off_loop(size, lambda: chat_prompt(self._text, messages, params, limit, tools))
-        await check_grammar(shape, self._trial)
+        shape = await with_checked_grammar(shape, self._trial)
         shape = replace(behind_prompt(shape, prompt.tail), mirror=(repeated or {}) | told)
         return self._answer(endpoint, params, [prompt], shape)
 
@@ -200,8 +200,7 @@ class Edge:
         check_num_choices(params, len(sources), self._config.server.max_choices)
         size = sum(map(len, sources))
         prompts = await off_loop(size, lambda: completion_prompts(self._text, sources, params, limit))
-        shape = replace(completion_shape(body), mirror=told)
-        await check_grammar(shape, self._trial)
+        shape = replace(await with_checked_grammar(completion_shape(body), self._trial), mirror=told)
         return self._answer("completions", params, prompts, shape)
 
     async def models(self, request: Request) -> Response:

@@ -6,8 +6,11 @@ Whether a schema can be enforced is for the grammar to say (engine/text/grammar.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from engine.text.grammar import MAX_SOURCE_BYTES
 
 _TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -37,6 +40,18 @@ def fault_in(schema: Any, max_depth: int) -> str | None:
             return None
         level = inner
     return f"expected a schema of at most {max_depth} levels"
+
+
+def unbounded_in(schema: Any, max_depth: int) -> str | None:
+    """What is wrong with a schema that is too deep, or too long to be enforced; to be asked before anything else walks
+    through it, since that takes seconds for one of megabytes. None: nothing.
+    """
+    if _is_deeper(schema, max_depth):
+        return f"expected a schema of at most {max_depth} levels"
+    num_bytes = len(json.dumps(schema))
+    if num_bytes > MAX_SOURCE_BYTES:
+        return f"expected a schema of at most {MAX_SOURCE_BYTES} bytes but got {num_bytes}"
+    return None
 
 
 def inexact_in(schema: Any) -> str | None:
@@ -87,3 +102,17 @@ _FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **{name: (lambda value: isinstance(value, dict), "an object of schemas") for name in _BY_NAME},
     **{name: (lambda value: isinstance(value, list) and bool(value), "a list of schemas") for name in _LISTS},
 }
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        level = [
+            inner
+            for item in level
+            for inner in (item.values() if isinstance(item, dict) else item if isinstance(item, list) else ())
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True

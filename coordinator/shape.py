@@ -17,7 +17,7 @@ from contracts.errors import RequestError, UnsupportedError
 from coordinator.body import parse_object
 from coordinator.fields import OF_SCHEMAS, refuse_misplaced, refuse_misspelt_within, shown
 from coordinator.gateway.context import CURRENT
-from coordinator.json_schema import inexact_in
+from coordinator.json_schema import inexact_in, unbounded_in
 from coordinator.reading import THINK, THINK_END, Reading
 from coordinator.schema import ChatParams
 from coordinator.tools import MAX_DEPTH, Tools, call_grammar, format_of, strict_grammar
@@ -120,24 +120,27 @@ def behind_prompt(shape: Shape, tail: str) -> Shape:
     return replace(shape, reading=replace(shape.reading, begins_in_thought=True))
 
 
-async def check_grammar(shape: Shape, trial: GrammarTrial) -> None:
-    """Whatever the caller's other grammars cost, those of other tenants are tried meanwhile.
+async def with_checked_grammar(shape: Shape, trial: GrammarTrial) -> Shape:
+    """The shape with its grammar as workers compile it. While a caller's grammars are tried, so are those of other
+    tenants.
 
-    Raises RequestError naming the field if no output could follow the grammar, OverloadedError as the trial does."""
+    Raises RequestError naming the field if no output could follow the grammar, OverloadedError as the trial does.
+    """
     if not shape.grammar:
-        return
+        return shape
     with _named(shape.param or ""):
         context = CURRENT.get()
-        await trial.check(shape.grammar, "" if context is None else context.caller.tenant)
+        grammar = await trial.check(shape.grammar, "" if context is None else context.caller.tenant)
+    return replace(shape, grammar=grammar)
 
 
 @contextmanager
-def _named(param: str, name: str | None = None) -> Iterator[None]:
-    """What is wrong with a grammar, with the field that it came from. `name`: that field's, if it is not `param`."""
+def _named(param: str) -> Iterator[None]:
+    """What is wrong with a grammar, with the field that it came from."""
     try:
         yield
     except RequestError as error:
-        raise RequestError(f"{name or param}: {error.message}", param=param) from error
+        raise RequestError(f"{param}: {error.message}", param=param) from error
 
 
 def _special(text: TextModel, marks: tuple[str, ...]) -> frozenset[int]:
@@ -290,8 +293,7 @@ def _structure(kind: str, value: Any, field: _Field, writing: _Writing) -> str:
         raise field.expected("text", value)
     if kind == "regex":
         return regex_grammar(value)
-    with _named(field.param, field.name):
-        return ebnf_grammar(value)
+    return ebnf_grammar(value)
 
 
 def _schema(value: Any, param: str, writing: _Writing) -> str:
@@ -300,9 +302,7 @@ def _schema(value: Any, param: str, writing: _Writing) -> str:
             value = parse_object(value.encode())
     if not isinstance(value, dict):
         raise RequestError(f"{param}: expected a JSON Schema object but got {shown(value)}", param=param)
-    if _is_deeper(value, MAX_DEPTH):
-        raise RequestError(f"{param}: expected a schema of at most {MAX_DEPTH} levels", param=param)
-    if (fault := inexact_in(value)) is not None:
+    if (fault := unbounded_in(value, MAX_DEPTH) or inexact_in(value)) is not None:
         raise RequestError(f"{param}: {fault}", param=param)
     with _named(param):
         return json_grammar(_closed(value) if writing.is_closed else value, writing.whitespace)
@@ -318,17 +318,3 @@ def _closed(schema: Any) -> Any:
     kinds = schema.get("type")
     is_object = kinds == "object" or (isinstance(kinds, list) and "object" in kinds)
     return {"additionalProperties": False, **inner} if is_object else inner
-
-
-def _is_deeper(value: Any, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit):
-        level = [
-            inner
-            for item in level
-            for inner in (item.values() if isinstance(item, dict) else item if isinstance(item, list) else ())
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return False
-    return True

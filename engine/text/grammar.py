@@ -1,7 +1,7 @@
 """What an output must follow, as a grammar: written down once, compiled anywhere, followed token by token.
 
-    JSON Schema, regex, choice, EBNF, tool calls ──► source (travels) ──► Grammars.compile ──► GrammarState
-                                                                            (one per output)
+    JSON Schema, regex, choice, EBNF, tool calls ──► source (tried; travels) ──► Grammars.compile ──► GrammarState
+                                                                                   (one per output)
 
 The source is all that crosses a process: every worker compiles it for itself and replays the tokens that are out
 already, so a handoff, a preemption or a fail-over needs no state. The work is done by llguidance: a few milliseconds to
@@ -29,6 +29,7 @@ from engine.text.reasons import reason_of, reason_of_gbnf
 from engine.text.tokenizer import TextModel
 
 MAX_SOURCE_BYTES = 256 * 1024
+_EBNF = "%ebnf "  # no grammar begins so
 NUM_KEPT = 256  # compiled grammars; a few hundred kB each at most, usually far less
 
 # Between JSON's parts a space, or a line end and its indentation: spaces or tabs, since models that may mix them do so
@@ -68,10 +69,19 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 
 def ebnf_grammar(text: str) -> str:
-    """GBNF (a rule named `root`) or Lark (a rule named `start`). Raises RequestError for what is neither."""
-    check_size(text)  # the translator is slow
+    """GBNF (a rule named `root`) or Lark (a rule named `start`), as it came: for `translated`.
+
+    NOTE: to tell the two apart, and to translate the first, may take the library minutes.
+    """
+    return _EBNF + text
+
+
+def translated(source: str) -> str:
+    """The source as `Grammars.compile` takes it. Raises RequestError for what is neither GBNF nor Lark."""
+    if not source.startswith(_EBNF):
+        return source
     try:
-        return lark_grammar(any_to_lark(text))
+        return lark_grammar(any_to_lark(source.removeprefix(_EBNF)))
     except (
         Exception
     ) as error:  # the translator raises whatever comes to hand, the bare class for a missing rule

@@ -25,11 +25,12 @@ from typing import NoReturn
 import numpy as np
 
 from contracts.errors import RequestError
-from engine.text.grammar import Grammars, GrammarState, regex_grammar
+from engine.text.grammar import Grammars, GrammarState, regex_grammar, translated
 from engine.text.shortest import check_shortest
 from engine.text.tokenizer import TextModel
 
-PASSED = b"passed"
+PASSED = b"passed:"
+"""Before a source as workers compile it."""
 _MAX_MEMORY_BYTES = 512 << 20  # beyond what the nursery has
 _NICENESS = 5
 _MAX_FDS = 1024
@@ -102,12 +103,13 @@ def _be_child(connection: socket.socket, grammars: Grammars, cpu_s: float) -> No
 
 def _verdict(grammars: Grammars, source: str) -> bytes:
     try:
+        source = translated(source)
         check_shortest(source)
         for seed in range(_NUM_WALKS):
             _follow(grammars.compile(source), seed)
     except RequestError as error:
         return error.message.encode()
-    return PASSED
+    return PASSED + source.encode()
 
 
 def _follow(state: GrammarState, seed: int) -> None:

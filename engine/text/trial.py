@@ -19,6 +19,7 @@ import sys
 import weakref
 from collections import OrderedDict, defaultdict
 from contextlib import suppress
+from dataclasses import dataclass
 
 from contracts.errors import OverloadedError, RequestError
 from engine.text.grammar import NUM_KEPT, check_size
@@ -46,11 +47,13 @@ class GrammarTrial:
         self._slots_of: defaultdict[str, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(NUM_AT_ONCE_OF_ONE)
         )
-        self._answers: OrderedDict[str, str] = OrderedDict()  # by source: why it is refused, "" if it is not
+        self._answers: OrderedDict[str, _Answer] = OrderedDict()  # by source
         weakref.finalize(self, _end, self._holder)
 
-    async def check(self, source: str, tenant: str = "") -> None:
-        """Raises RequestError for what no output can follow, what crashes the compiler, and what costs too much;
+    async def check(self, source: str, tenant: str = "") -> str:
+        """The source as workers compile it.
+
+        Raises RequestError for what no output can follow, what crashes the compiler, and what costs too much;
         OverloadedError if others' grammars, or the tenant's own, are in its way for WAIT_TIMEOUT_S.
         """
         check_size(source)
@@ -67,10 +70,11 @@ class GrammarTrial:
             self._answers[source] = answer
             if len(self._answers) > NUM_KEPT:
                 self._answers.popitem(last=False)
-        if answer:
-            raise RequestError(answer)
+        if answer.refusal:
+            raise RequestError(answer.refusal)
+        return answer.source
 
-    async def _tried(self, source: str) -> str:
+    async def _tried(self, source: str) -> _Answer:
         async with self._starting:
             if not self._holder or self._holder[0].process.poll() is not None:
                 await self._start()
@@ -79,7 +83,9 @@ class GrammarTrial:
                 answer = await _ask(self._holder[0].control, source.encode())
         except (TimeoutError, EOFError) as error:
             raise OverloadedError("the process that compiles grammars did not answer") from error
-        return "" if answer == PASSED else answer.decode()
+        if answer.startswith(PASSED):
+            return _Answer(answer.removeprefix(PASSED).decode())
+        return _Answer("", refusal=answer.decode())
 
     async def _start(self) -> None:
         """Raises OverloadedError if the nursery does not come up."""
@@ -94,6 +100,12 @@ class GrammarTrial:
             raise OverloadedError("the process that compiles grammars did not start") from error
         finally:  # also if whoever asked first has left meanwhile
             _end(starting)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    source: str
+    refusal: str = ""
 
 
 class _Nursery:

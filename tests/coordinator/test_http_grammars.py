@@ -43,6 +43,51 @@ async def test_what_would_cost_too_much_is_refused_by_name(asked: Json) -> None:
         assert not s.backend.requests
 
 
+RULES = "\n".join([*(f"r{i} ::= r{i + 1}" for i in range(12_000)), 'r12000 ::= "a"', "root ::= r0"])
+
+
+@pytest.mark.parametrize("grammar", [RULES, "\n" * 250_000 + "x", " " * 250_000 + "x"])
+async def test_a_grammar_that_takes_minutes_to_translate_keeps_nobody_waiting(
+    grammar: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.text.trial.CPU_S", 0.2)
+    ends: list[int] = []
+    async with service() as s:
+
+        async def ask(**asked: Any) -> None:
+            ends.append((await s.complete(**asked)).status_code)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(ask(guided_grammar=grammar))
+            tasks.create_task(ask())
+    assert ends == [200, 400]
+
+
+@pytest.mark.parametrize("size", [3000, 40_000])
+async def test_a_schema_of_megabytes_is_measured_before_anybody_walks_through_it(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large: Json = {
+        "type": "object",
+        "properties": {f"p{i}": {"type": "string", "pattern": "a.b"} for i in range(size)},
+    }
+    walked: list[int] = []
+    for where in (
+        "coordinator.shape.json_grammar",
+        "coordinator.tools.fault_in",
+        "coordinator.shape.inexact_in",
+    ):
+        monkeypatch.setattr(where, lambda *_: walked.append(1) or "walked")
+    tool = {"type": "function", "function": {"name": "f", "parameters": large}}
+    async with service() as s:
+        for field, value in (("guided_json", large), ("tools", [tool])):
+            response = await s.chat(**{field: value})
+            assert (response.status_code, error_of(response)["param"]) == (400, field)
+            is_measured = "at most 262144 bytes" in error_of(response)["message"]
+            assert is_measured is (size == 40_000)
+    assert len(walked) == (2 if size == 3000 else 0)
+
+
 async def test_a_tenants_hostile_grammars_do_not_keep_anothers_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
