@@ -112,8 +112,7 @@ class OutputText:
 
     def finish(self, finished: Finished) -> Piece:
         """The last piece, when the engine ended the output. What was held back comes out."""
-        rest = self._detokenizer.flush(is_cut=finished.reason == "length")
-        tail = self._show(rest, can_stop=self.num_tokens >= self._min_tokens)
+        tail = self._show(self._detokenizer.flush(), can_stop=self.num_tokens >= self._min_tokens)
         stop = self._stops.matched
         if stop is None:
             tail += self._stops.flush()

@@ -1,9 +1,8 @@
 """Token ids to text as they come, never half a character.
 
-    push(id) ─► text that is complete ─► … ─► flush() ─► what never became a character, as U+FFFD, unless it was cut
+    push(id) ─► text that is complete ─► … ─► flush() ─► what never became a character, as U+FFFD
 
-The joined pieces equal `TextModel.decode` of all ids, but for half a character that a limit has cut: both are the
-same bytes read as UTF-8. Nearly every token is
+The joined pieces equal `TextModel.decode` of all ids: both are the same bytes read as UTF-8. Nearly every token is
 whole characters behind whole characters, and its text is looked up; only around a character that comes in parts is
 anything decoded.
 """
@@ -52,9 +51,9 @@ class Detokenizer:
         self._is_between = not self._decoder.getstate()[0]
         return text
 
-    def flush(self, is_cut: bool = False) -> str:
-        """The rest, at the end of the output. `is_cut`: by a limit, so that the model had no chance to complete it."""
-        return "" if is_cut else self._decoder.decode(b"", final=True)
+    def flush(self) -> str:
+        """The rest, at the end of the output."""
+        return self._decoder.decode(b"", final=True)
 
 
 def _unfinished(data: bytes) -> bytes:

@@ -42,8 +42,3 @@ def test_a_prompt_cut_inside_a_character_is_completed(line: str, data: st.DataOb
 
 def test_a_cut_character_ends_as_one_replacement() -> None:
     assert stream(TEXT, list("😀".encode()[:3])) == ["", "", "", "\ufffd"]
-
-
-def test_of_a_character_that_a_limit_cut_nothing_is_shown() -> None:
-    detokenizer = Detokenizer(TEXT)
-    assert [*map(detokenizer.push, b"a\xf0\x9f"), detokenizer.flush(is_cut=True)] == ["a", "", "", ""]
