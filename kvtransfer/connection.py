@@ -59,6 +59,11 @@ class Connection:
 
         op.final.add_done_callback(sent)
 
+    async def close(self) -> None:
+        """Its link, and what of the link's memory was in use here."""
+        self.staging.close()
+        await self.link.close()
+
     def is_overdue(self, now_s: float) -> bool:
         """The peer neither sends what it announced nor lets go of what it was granted."""
         deadlines = (*self.receiving.values(), *self.aborting.values())

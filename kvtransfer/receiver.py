@@ -156,7 +156,7 @@ class Receiver:
             del self._connections[connection.number]
             channel.abort()
             self._fail_all(connection)
-            await link.close()  # NOTE: if this fails, bytes may still come: the slots stay quarantined
+            await connection.close()  # NOTE: if this fails, bytes may still come: the slots stay quarantined
             self._slots.release_peer(connection.number)
             self._hand_out()
 

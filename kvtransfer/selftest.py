@@ -20,9 +20,9 @@ from torch import Tensor
 from contracts.channel import Channel
 from contracts.errors import HandoffError
 from contracts.messages import Probe, Want
+from kvtransfer.outgoing import Route
 from kvtransfer.pages import checksum
-from kvtransfer.slots import SendSlots, Staging
-from kvtransfer.transport import Link, Op
+from kvtransfer.transport import Op
 
 ECHO_BYTES = 256 << 10  # probes up to this size come back
 SMALL_SIZES = (1, 4 << 10, 64 << 10, ECHO_BYTES)
@@ -39,16 +39,14 @@ def make_rounds(num_bytes: int, slot_bytes: int) -> list[list[int]]:
 class SelfTest:
     """Of one connection. 0 bytes: passed at once, unmeasured."""
 
-    def __init__(
-        self, num_bytes: int, slot_bytes: int, channel: Channel, link: Link, slots: SendSlots
-    ) -> None:
-        self._rounds = deque(make_rounds(num_bytes, slot_bytes))
+    def __init__(self, num_bytes: int, channel: Channel, route: Route) -> None:
+        self._rounds = deque(make_rounds(num_bytes, route.slot_bytes))
         self._unsent: deque[int] = deque()
         self._num_unanswered = self._num_wanted = self._num_bytes = 0
         self._channel = channel
-        self._link = link
-        self._slots = slots
-        self._staging = Staging(link)
+        self._link = route.link
+        self._slots = route.slots
+        self._staging = route.staging
         self._credits: deque[int] = deque()
         self._echoes: dict[
             int, tuple[Op, memoryview, int]

@@ -163,11 +163,11 @@ class Sender:
                 try:
                     await self._connect()
                 except BatonError as error:
-                    reason = self._silence or error
+                    reason = str(self._silence or error)  # the error itself holds all of the connection
                     logger.info("kv connection to %s: %s", self.info.worker_id, reason)
-                    self._set(PeerStatus(self.info.worker_id, False, self._path_name, detail=str(reason)))
+                    self._set(PeerStatus(self.info.worker_id, False, self._path_name, detail=reason))
                     if isinstance(error, _PathFailed):
-                        self._failed[self._path_name] = str(reason)
+                        self._failed[self._path_name] = reason
                         continue
                 self._failed.clear()  # what was no path then may be one now
                 if time.monotonic() - begun_s > LONGEST_BACK_OFF_S:
@@ -189,11 +189,13 @@ class Sender:
                 )
             except LinkClosed as error:
                 raise _PathFailed(str(error)) from error
+            staging = Staging(link)
             try:
-                await self._talk(channel, link)
+                await self._talk(channel, link, staging)
             finally:
                 self._fail_all(WorkerLostError(f"connection to {self.info.worker_id} was lost"))
                 channel.abort()
+                staging.close()
                 await link.close()
         finally:
             channel.abort()
@@ -207,7 +209,7 @@ class Sender:
                 return path
         raise LinkClosed("; ".join(f"{name}: {why}" for name, why in self._failed.items()))
 
-    async def _talk(self, channel: Channel, link: Link) -> None:
+    async def _talk(self, channel: Channel, link: Link, staging: Staging) -> None:
         config = self._config
         channel.batch()
         slot_bytes = min(config.slot_bytes, channel.peer.slot_bytes or config.slot_bytes)
@@ -216,11 +218,10 @@ class Sender:
                 "transfer.slot_bytes: %d here but %d at %s: pieces are cut to the smaller",
                 config.slot_bytes, slot_bytes, self.info.worker_id,
             )  # fmt: skip
-        self._route = Route(
-            channel.send, link, Staging(link), self._is_summed, self._slots, self._pages_for(channel.peer), slot_bytes,
+        route = self._route = Route(
+            channel.send, link, staging, self._is_summed, self._slots, self._pages_for(channel.peer), slot_bytes,
             config.progress_timeout_s, self._forget, deque(),
         )  # fmt: skip
-        test = SelfTest(config.probe_bytes, slot_bytes, channel, link, self._slots)
         numbers = itertools.count()
 
         def ping() -> None:
@@ -230,15 +231,14 @@ class Sender:
         watch = Watch(config.peer_timeout_s, ping, lambda: self._give_up(channel, "is silent"))
         end = watch_link(link, channel)
         try:
-            await self._pass(test, channel, watch, end)
+            speed = await self._pass(channel, route, watch, end)
             channel.send(Keep(KEPT_SLOTS))
-            self._set(self._judge(test))
+            self._set(self._judge(speed))
             while True:
                 self._handle(channel, raise_if_refused(await channel.receive()))
                 watch.heard()
         finally:
             watch.stop()
-            test.stop()
             self._route = None
 
     def _pages_for(self, peer: Hello) -> Source:
@@ -254,8 +254,9 @@ class Sender:
             )  # fmt: skip
         return Fp8Source(pages) if is_agreed(self._hello, peer) else pages
 
-    async def _pass(self, test: SelfTest, channel: Channel, watch: Watch, end: Op) -> None:
-        """Run the self-test. Raises _PathFailed if bytes are damaged or do not come in time, or the link ends."""
+    async def _pass(self, channel: Channel, route: Route, watch: Watch, end: Op) -> float:
+        """Run the self-test: GB/s. Raises _PathFailed if bytes are damaged or do not come in time, or the link ends."""
+        test = SelfTest(self._config.probe_bytes, channel, route)
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
                 test.start()
@@ -270,6 +271,7 @@ class Sender:
                             await test.probe_done(slot, is_ok)
                         case _:
                             self._handle(channel, message)
+            return test.gigabytes_per_s
         except TimeoutError as error:
             raise _PathFailed("the transfer self-test did not finish in time") from error
         except HandoffError as error:
@@ -278,6 +280,8 @@ class Sender:
             if end.final.done() and self._silence is None:
                 raise _PathFailed("the data link ended during the transfer self-test") from error
             raise
+        finally:
+            test.stop()
 
     @property
     def _is_summed(self) -> bool:
@@ -286,9 +290,8 @@ class Sender:
             return self._config.checksum == "always"
         return self._path_name not in ON_ONE_HOST and self.info.host != self._paths.host
 
-    def _judge(self, test: SelfTest) -> PeerStatus:
-        """Ready; and what an operator should know about the path."""
-        speed = test.gigabytes_per_s
+    def _judge(self, speed: float) -> PeerStatus:
+        """Ready; and what an operator should know about the path. `speed` in GB/s."""
         is_judged = self._config.probe_bytes >= LEAST_JUDGED_BYTES
         least = least_gigabytes_per_s(self._path_name) if is_judged else 0.0
         is_slow = speed < least

@@ -56,6 +56,9 @@ class _Cuts:
             known = self._known[slot] = (num_bytes, whole[:num_bytes])
         return known[1]
 
+    def clear(self) -> None:
+        self._known.clear()
+
 
 class Arena:
     """Memory of all slots of one direction. `views` are what a transport reads or fills."""
@@ -313,3 +316,12 @@ class Staging:
             if view is not None:
                 known = self._tensors[slot] = torch.frombuffer(view, dtype=torch.uint8)
         return known
+
+    def close(self) -> None:
+        """Before the link is closed: memory that nobody holds any more is unmapped with it.
+
+        NOTE: not left to the garbage collector, which hardly ever runs in a worker that serves steadily: what ended a
+        connection (the traceback of its error) holds all that was part of it, and this may be 128 MiB of each.
+        """
+        self._tensors.clear()
+        self._cuts.clear()

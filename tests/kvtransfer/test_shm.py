@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import mmap
 import os
 import socket
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from kvtransfer import shm
+from kvtransfer.connection import Connection
+from kvtransfer.selftest import SelfTest
 from kvtransfer.shm import ShmTransport, make_file, map_file
 from kvtransfer.stream import StreamLink
 from kvtransfer.transport import TOKEN_BYTES, Link, LinkClosed
 from tests.kvtransfer import tools
-from tests.kvtransfer.tools import TOKEN, WAIT_S, until
+from tests.kvtransfer.tools import TOKEN, WAIT_S, connected, make_config, until
 
 NUM_SLOTS = 3
 
@@ -32,6 +37,24 @@ def areas_open() -> set[str]:
             if "baton-kv" in os.readlink(f"/proc/self/fd/{number}"):
                 found.add(number)
     return found
+
+
+def num_mapped() -> int:
+    """Areas that this process has in its memory."""
+    return sum("baton-kv" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def num_alive(kind: type) -> int:
+    return sum(type(each) is kind for each in gc.get_objects())
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Within, what only the garbage collector would free stays."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 async def test_what_the_dialler_writes_the_listener_reads() -> None:
@@ -121,3 +144,27 @@ async def test_a_close_that_is_cancelled_closes_all_the_same() -> None:
     await asyncio.gather(closing, return_exceptions=True)
     await until(lambda: near.fileno() == -1)
     far.close()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize(
+    "end", ["the target is gone", "the target is no peer any more", "the sender is gone"]
+)
+async def test_memory_of_a_link_that_is_over_goes_back_at_once(end: str) -> None:
+    """It may be 128 MiB, and workers come and go; the collector of a worker that serves steadily hardly ever runs."""
+    before = num_mapped()
+    async with connected(make_config(transport="shm")) as pair:
+        handoff = pair.handoff(num_tokens=40)
+        handoff.expect()
+        handoff.open()
+        await handoff.outcome()
+        assert num_mapped() == before + 2
+        assert num_alive(SelfTest) == 0  # nor is the pattern kept that it sent
+        if end == "the target is gone":
+            await pair.decode.endpoint.close()
+        elif end == "the target is no peer any more":
+            pair.prefill.endpoint.set_peers([])
+        else:
+            await pair.prefill.endpoint.close()
+        await until(lambda: num_mapped() == before, timeout_s=5.0)
+        await until(lambda: num_alive(SelfTest) == num_alive(Connection) == 0, timeout_s=5.0)
