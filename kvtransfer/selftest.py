@@ -25,6 +25,9 @@ from kvtransfer.pages import checksum
 from kvtransfer.transport import Op
 
 ECHO_BYTES = 256 << 10  # probes up to this size come back
+PIECE_BYTES = (
+    1 << 20
+)  # of what is sent: made and freed as large as a slot, a pattern leaves holes in the heap
 SMALL_SIZES = (1, 4 << 10, 64 << 10, ECHO_BYTES)
 
 
@@ -34,6 +37,18 @@ def make_rounds(num_bytes: int, slot_bytes: int) -> list[list[int]]:
         return []
     bulk = [min(slot_bytes, num_bytes - low) for low in range(0, num_bytes, slot_bytes)]
     return [sorted({min(size, slot_bytes) for size in SMALL_SIZES}), bulk, bulk]
+
+
+def make_pattern(num_bytes: int) -> Tensor:
+    """[bytes] uint8: what `fill` needs for contents of up to `num_bytes`; hardly more than a piece."""
+    return torch.arange(PIECE_BYTES // 8 + num_bytes // PIECE_BYTES, dtype=torch.int64).view(torch.uint8)
+
+
+def fill(content: Tensor, pattern: Tensor) -> None:
+    """`content` [bytes] uint8. No two pieces of it become equal, so that none can stand for another."""
+    for number, low in enumerate(range(0, len(content), PIECE_BYTES)):
+        piece = content[low : low + PIECE_BYTES]
+        piece.copy_(pattern[8 * number :][: len(piece)])
 
 
 class SelfTest:
@@ -52,7 +67,7 @@ class SelfTest:
             int, tuple[Op, memoryview, int]
         ] = {}  # slot -> receive, its buffer, checksum of what went
         largest = max((size for sizes in self._rounds for size in sizes), default=0)
-        self._pattern = torch.arange(-(-largest // 8), dtype=torch.int64).view(torch.uint8)
+        self._pattern = make_pattern(largest)
         self._begun_s = 0.0
         self._is_stopped = False
         self.gigabytes_per_s = 0.0
@@ -118,7 +133,7 @@ class SelfTest:
         """Through `buffer`: the staging slot of this credit, or our `slot`, which the link then sends."""
         try:
             content = buffer[:num_bytes]
-            content.copy_(self._pattern[:num_bytes])
+            fill(content, self._pattern)
             wanted = checksum(content)
             if num_bytes <= ECHO_BYTES:
                 echo = memoryview(bytearray(num_bytes))

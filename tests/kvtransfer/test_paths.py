@@ -12,13 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from contracts.errors import ConfigError
 from contracts.messages import PeerStatus
 from kvtransfer import paths, selftest, ucx
 from kvtransfer.memory import MemoryLink
 from kvtransfer.paths import Paths, make_transports
-from kvtransfer.selftest import make_rounds
+from kvtransfer.selftest import PIECE_BYTES, fill, make_pattern, make_rounds
 from kvtransfer.shm import ShmTransport
 from kvtransfer.stream import StreamLink
 from kvtransfer.tcp import TcpTransport
@@ -98,6 +99,18 @@ async def test_a_link_is_accepted_whichever_way_it_comes() -> None:
     with pytest.raises(LinkClosed, match="no data link came"):
         await listener.accept(TOKEN, 0.01)
     await listener.close()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 9, PIECE_BYTES - 1, PIECE_BYTES, 5 * PIECE_BYTES + 7])
+def test_a_large_probe_takes_a_small_pattern_and_no_two_pieces_of_it_are_equal(num_bytes: int) -> None:
+    pattern = make_pattern(num_bytes)
+    assert pattern.numel() <= PIECE_BYTES + 8 * 5
+    contents = [torch.full((num_bytes,), old, dtype=torch.uint8) for old in (0, 255)]
+    for content in contents:
+        fill(content, pattern)
+    assert torch.equal(*contents)  # all of it was written
+    pieces = {bytes(piece.tolist()) for piece in contents[0].split(PIECE_BYTES)}
+    assert len(pieces) == max(-(-num_bytes // PIECE_BYTES), 1)
 
 
 def test_a_self_test_has_small_probes_and_a_bulk_that_is_timed() -> None:
