@@ -376,7 +376,7 @@ class Predictor:
         return keys
 
     def _forget_gone(self, live: set[str]) -> None:
-        """All that is kept by worker, whether or not it ever read a prompt."""
+        """All that is kept by worker, whether or not it ever read a prompt; of the index, a part each time."""
         for worker_id in self._known - live:
             self._index.drop_worker(worker_id)
             self._links.forget(worker_id)
@@ -384,3 +384,4 @@ class Predictor:
             self._models.pop(worker_id, None)
             self._reading_since.pop(worker_id, None)
         self._known = live
+        self._index.tidy()
