@@ -221,9 +221,9 @@ class ServePool:
 
     async def _run_hold(self, replica_id: str, request_id: str) -> None:
         try:
-            handle = self._hold_handles.get(replica_id)
-            if handle is None:
-                handle = self._hold_handles[replica_id] = self._pinned("hold", replica_id)
+            handle = self._hold_handles.get(replica_id) or self._pinned("hold", replica_id)
+            if replica_id in self._workers:  # else nobody would tell that it is gone
+                self._hold_handles[replica_id] = handle
             await _finish(_call(handle, request_id), self._hold_timeout_s)
         except Exception as exc:  # the task's outer edge; the request itself ends by the data plane
             logger.debug("hold of %s on %s ended: %s", request_id, replica_id, exc)

@@ -12,7 +12,7 @@ import signal
 import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 import pytest_asyncio
@@ -187,6 +187,26 @@ def test_listeners_hear_the_current_set_and_then_changes_only() -> None:
     membership.unsubscribe(key, heard.append)
     membership.publish(key, frozenset())
     assert heard == [{"a"}, {"a", "b"}]
+
+
+class LostHandle:
+    """Of a pool whose replicas are gone: every call says so."""
+
+    app_name, deployment_name = "app", "Decode"
+
+    def options(self, **_options: str) -> LostHandle:
+        return self
+
+    def remote(self, *_args: object) -> None:
+        raise WorkerLostError("gone")
+
+
+async def test_holds_on_replicas_that_are_gone_leave_nothing() -> None:
+    """A request may still move to one, or away from it, when Serve lists it no more."""
+    pool = ServePool("decode", cast("DeploymentHandle[Any]", LostHandle()), lambda _workers: None)
+    for number in range(5):
+        await finished(pool.hold(f"gone-{number}", "r"))
+    assert pool._hold_handles == {}
 
 
 @on_a_cluster
