@@ -3,6 +3,7 @@
     <cache>/run/<port>.json   the claim: who serves this port. Locked (flock) for as long as its owner lives, so a
                               claim that can be locked belongs to nobody and what it names can be removed.
     /tmp/baton<port>-xxxx/    the run folder: Ray's session, HAProxy's configuration, sockets and state. Mode 0700.
+        claim                 link to the claim, for whoever looks for it with another cache
 
     claim() ─► run folder ─► Ray, Serve, HAProxy ─► close(): left-over processes ended, folder and claim removed
        └ before: every claim without a living owner is swept (its owner was killed and could not do it itself)
@@ -39,6 +40,7 @@ _POLL_S = 0.05
 
 # NOTE: HAProxy appends a suffix to a socket path and Serve a node id of 56 characters; a unix socket path ends at 107.
 _RUN_ROOT = Path("/tmp")
+_LINK = "claim"
 
 
 class PortBusyError(ConfigError):
@@ -109,6 +111,7 @@ def claim_port(host: str, port: int) -> Instance:
         lock.write(json.dumps({name: getattr(claim, name) for name in Claim.__slots__}))
         lock.flush()
         run_dir.mkdir(mode=0o700)
+        (run_dir / _LINK).symlink_to(path.absolute())
     except BaseException:
         path.unlink(missing_ok=True)
         lock.close()
@@ -121,9 +124,9 @@ def stop(port: int, timeout_s: float = 60.0) -> bool:
 
     Raises TimeoutError if it is still there after `timeout_s`; nothing is killed by force then.
     """
-    path = _claims_dir() / f"{port}.json"
-    claim = _read_claim(path)
-    if claim is None or not _is_owned(path):
+    path = _owned_claim(port)
+    claim = _read_claim(path) if path is not None else None
+    if path is None or claim is None:
         sweep()
         return False
     os.kill(claim.pid, signal.SIGTERM)
@@ -135,6 +138,16 @@ def stop(port: int, timeout_s: float = 60.0) -> bool:
         time.sleep(_POLL_S)
     sweep()
     return True
+
+
+def _owned_claim(port: int) -> Path | None:
+    """In our cache, or in the one that the owner of a run folder was started with."""
+    claims = [_claims_dir() / f"{port}.json"]
+    for folder in _RUN_ROOT.glob(f"baton{port}-*"):
+        with contextlib.suppress(OSError):  # it goes while we look, or is from before there were links
+            if folder.stat().st_uid == os.geteuid():  # everybody may write to _RUN_ROOT
+                claims.append((folder / _LINK).readlink())
+    return next((claim for claim in claims if _is_owned(claim)), None)
 
 
 def sweep() -> list[int]:

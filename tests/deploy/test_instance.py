@@ -159,6 +159,30 @@ def test_stop_without_an_instance_says_so() -> None:
     assert stop(free_ports(1)[0]) is False
 
 
+def test_stop_finds_an_instance_that_was_started_with_another_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [port] = free_ports(1)
+    holder = Holder(port)
+    with monkeypatch.context() as patched:
+        patched.setenv("BATON_CACHE", str(tmp_path / "other"))
+        assert stop(port) is True
+    assert holder.process.wait() == -signal.SIGTERM
+    holder.process.communicate()
+    assert sweep() == [port]  # this owner could not do it itself
+    assert stop(port) is False
+
+
+def test_stop_believes_no_folder_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [port] = free_ports(1)
+    holder = Holder(port)
+    with monkeypatch.context() as patched:
+        patched.setenv("BATON_CACHE", str(tmp_path / "other"))
+        patched.setattr(os, "geteuid", lambda: 12345)
+        assert stop(port) is False
+    holder.end(signal.SIGINT)
+
+
 def test_claim_file_never_names_a_folder_to_remove_elsewhere(tmp_path: Path) -> None:
     precious = tmp_path / "baton-precious"
     precious.mkdir()
