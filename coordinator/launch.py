@@ -29,15 +29,11 @@ if __name__ == "__main__":
 import argparse
 import contextlib
 import importlib
-import json
 import logging
-import re
 import shutil
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -46,19 +42,16 @@ from typing import Any
 from contracts.config import BatonConfig, cache_dir, load_config
 from contracts.errors import ConfigError
 from contracts.heap import loading
-from coordinator.addresses import is_loopback_host
 from coordinator.ending import Interrupt, give_back, wait_lost
-from coordinator.instance import Claim, Instance, claim_port, stop
+from coordinator.instance import Instance, claim_port, stop
 from coordinator.local_ray import RAY_ENVIRONMENT, start_ray
+from coordinator.outside import summary, wait_ready, wanted_workers
 from coordinator.progress import WorkerLog, reason_of
 
 READY_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 45.0  # beyond the drain
-_READY_INTERVAL_S = 0.1
-_FAILURES_INTERVAL_S = 1.0
+_CONTROLLER_INTERVAL_S = 0.1
 _STILL_S = 10.0
-_HTTP_TIMEOUT_S = 5.0
-_STEP_AGE = re.compile(r'^baton_worker_step_age_seconds{role="(\w+)",worker_id="([^"]+)"}', re.MULTILINE)
 
 # Takes `model` and `config` as given to the launcher, returns a Serve application.
 Build = Callable[[dict[str, str]], Any]
@@ -163,7 +156,7 @@ def _serve(args: argparse.Namespace, config: BatonConfig, build: Build) -> int:
         with stages, loading():
             _start(instance, args, config, build, stages)
         drain_s = config.decode.drain_timeout_s
-        _summary(instance.claim, stages)
+        summary(instance.claim, wanted_workers(config), stages.elapsed_s)
         wait_lost(instance)
         print("baton: Ray ended unexpectedly", file=sys.stderr)
         return 1
@@ -234,7 +227,8 @@ def _start(
         )
         with contextlib.suppress(RayActorError):  # a proxy has died; Serve starts another one
             proxies.result()
-        _wait_ready(instance.claim.url, stages, _failures)
+        left_s = READY_TIMEOUT_S - stages.elapsed_s
+        wait_ready(instance.claim.url, wanted_workers(config), stages, _failures, left_s)
 
 
 def _wait_controller(starting: Future[Any]) -> None:
@@ -247,7 +241,7 @@ def _wait_controller(starting: Future[Any]) -> None:
             return
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"expected Serve's controller within {READY_TIMEOUT_S:.0f} s")
-        time.sleep(_READY_INTERVAL_S)
+        time.sleep(_CONTROLLER_INTERVAL_S)
     starting.result()
 
 
@@ -296,92 +290,6 @@ def _build_app(given: dict[str, str]) -> Any:
     app = importlib.import_module("coordinator.app")
     is_placed = load_config(given.get("config")).transfer.host is not None
     return app.build(given if is_placed else {**given, "transfer.host": "127.0.0.1"})
-
-
-def _wait_ready(url: str, stages: Stages, failures: Callable[[], str]) -> None:
-    """Return when /ready answers 200.
-
-    Raises RuntimeError for what `failures` tells, TimeoutError with the last answer after READY_TIMEOUT_S.
-    """
-    shown, asked_s = "", time.monotonic()
-    while True:
-        status, body = _get(f"{url}/ready")
-        if status == 200:
-            return
-        if stages.elapsed_s > READY_TIMEOUT_S:
-            raise TimeoutError(
-                f"expected /ready to answer 200 within {READY_TIMEOUT_S:.0f} s but got {status}: {body}"
-            )
-        if time.monotonic() - asked_s > _FAILURES_INTERVAL_S:
-            if told := failures():
-                raise RuntimeError(told)
-            asked_s = time.monotonic()
-        reason = _reason_in(body) if status == 503 else shown
-        if reason != shown:
-            stages(f"not ready yet: {reason}")
-            shown = reason
-        time.sleep(_READY_INTERVAL_S)
-
-
-def _reason_in(body: str) -> str:
-    """Of /ready's own 503; "" for another's: until there is an ingress, the proxy answers."""
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(body)["reason"])
-    return ""
-
-
-def _get(url: str) -> tuple[int, str]:
-    """Status (0: no connection) and text. Never follows the environment's HTTP proxy: the server is this machine."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(url, timeout=_HTTP_TIMEOUT_S) as answer:
-            return answer.status, answer.read().decode(errors="replace")
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode(errors="replace")
-    except OSError as error:
-        return 0, str(error)
-
-
-def _summary(claim: Claim, stages: Stages) -> None:
-    url = claim.url
-    model, needs_key = _first_model(url)
-    print(f"\nBaton is ready after {stages.elapsed_s:.1f} s: {url}", flush=True)
-    print(f"  model    {'/v1/models tells, with a key' if needs_key else model}")
-    for role, workers in sorted(_workers(url).items()):
-        print(f"  {role:<8} {', '.join(workers)}")
-    named = {} if needs_key else {"model": model}  # without a name, the one model there is
-    body = json.dumps({**named, "messages": [{"role": "user", "content": "Say hello."}], "stream": True})
-    key = ' -H "Authorization: Bearer $KEY"' if needs_key else ""
-    print(f"\n  curl -N {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'")
-    if not is_loopback_host(claim.host) and not needs_key:
-        print(
-            f"\nWhoever reaches {claim.host} can use it: there are no API keys (gateway.keys_file). "
-            "/debug/* is closed to them."
-        )
-    print(f"\nCtrl-C or `make stop PORT={url.rsplit(':', 1)[1]}` stops it.", flush=True)
-
-
-def _first_model(url: str) -> tuple[str, bool]:
-    """(its name, whether a key is needed to learn it)."""
-    status, body = _get(f"{url}/v1/models")
-    with contextlib.suppress(ValueError, KeyError, IndexError, TypeError):
-        if status == 200:
-            return str(json.loads(body)["data"][0]["id"]), False
-    return "unknown", status == 401
-
-
-def _workers(url: str) -> dict[str, list[str]]:
-    """`role -> [worker_id (pid n)]`; without pids where /debug/kv wants a key, empty where /metrics does, too."""
-    found: dict[str, list[str]] = {}
-    status, body = _get(f"{url}/debug/kv")
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        if status == 200:
-            for worker in json.loads(body)["workers"]:
-                found.setdefault(worker["role"], []).append(f"{worker['worker_id']} (pid {worker['pid']})")
-    for role, worker_id in () if found else _STEP_AGE.findall(_get(f"{url}/metrics")[1]):
-        found.setdefault(role, []).append(worker_id)
-    return found
 
 
 if __name__ == "__main__":

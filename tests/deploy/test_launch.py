@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from contracts.errors import ConfigError
-from coordinator import ending, launch, local_ray
+from coordinator import ending, launch, local_ray, outside
 from coordinator.addresses import is_loopback_host
 from coordinator.instance import claim_port, free_ports, processes_using, sweep
 
@@ -75,11 +75,11 @@ def test_two_instances_live_and_end_apart(tmp_path: Path, monkeypatch: pytest.Mo
         assert re.search(
             rf"ready after \d+\.\d s: http://127\.0\.0\.3:{first.port}$", first.output, re.MULTILINE
         )
-        assert launch._get(f"http://127.0.0.1:{first.port}/ready")[0] == 0, "it listens where it was told to"
+        assert outside.get(f"http://127.0.0.1:{first.port}/ready")[0] == 0, "it listens where it was told to"
         assert re.search(r"prefill +prefill-0 \(pid \d+\)", first.output)
         assert re.search(r"decode +decode-0 \(pid \d+\)", first.output)
 
-        given = json.loads(launch._get(f"http://127.0.0.3:{first.port}/given")[1])
+        given = json.loads(outside.get(f"http://127.0.0.3:{first.port}/given")[1])
         assert given == {"server.host": "127.0.0.3", "server.port": str(first.port)}
 
         assert launch.main(["--port", str(first.port)]) == 2, "a busy port is refused"
@@ -89,14 +89,14 @@ def test_two_instances_live_and_end_apart(tmp_path: Path, monkeypatch: pytest.Mo
         assert not processes_using(str(run_dir))
         assert not run_dir.exists()
 
-        assert launch._get(f"http://127.0.0.2:{second.port}/ready")[0] == 200, "the other one is not touched"
+        assert outside.get(f"http://127.0.0.2:{second.port}/ready")[0] == 200, "the other one is not touched"
         [run_dir] = second.run_dirs()
         second.process.kill()
         second.process.communicate(timeout=END_TIMEOUT_S)
         assert sweep() == [second.port]
         assert not processes_using(str(run_dir))
         assert not run_dir.exists()
-        assert launch._get(f"http://127.0.0.1:{second.port}/ready")[0] == 0
+        assert outside.get(f"http://127.0.0.1:{second.port}/ready")[0] == 0
     finally:
         for launcher in (first, second):
             launcher.process.kill()
@@ -270,17 +270,6 @@ def test_a_long_silence_is_broken_by_what_still_goes_on(
         stages.begin("starting Ray")
         assert printed.wait(10.0)
     assert capsys.readouterr().out.startswith("[ 12.0 s] starting Ray\n[ 12.0 s] still starting Ray\n")
-
-
-def test_the_pools_are_shown_where_only_metrics_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = "".join(
-        f'baton_worker_step_age_seconds{{role="{role}",worker_id="{role}-0"}} 0.1\n'
-        for role in ("decode", "prefill")
-    )
-    monkeypatch.setattr(
-        launch, "_get", lambda url: (200, f"# TYPE …\n{metrics}") if url.endswith("/metrics") else (403, "{}")
-    )
-    assert launch._workers("http://here") == {"decode": ["decode-0"], "prefill": ["prefill-0"]}
 
 
 def test_hosts_that_others_reach_are_told_apart() -> None:
