@@ -6,6 +6,7 @@
                   stopped      SIGSTOP, and SIGCONT after some seconds, if it is still there
                   restarted    SIGTERM
     rest        the open requests end, then nobody may hold a block
+    all along   the memory of every process of the instance      which one grew, and how fast (growth.py)
 
 It starts a Baton of its own (`--split P:D` workers), or disturbs that of `--url` on this machine, which must serve
 nobody else. A request that was refused before it began (503) is none that was accepted.
@@ -20,10 +21,9 @@ import json
 import os
 import random
 import signal
-import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -32,9 +32,9 @@ from typing import Any
 import aiohttp
 
 from benchmarks.client import Call, Client, RunClock, Target, Trail, named_model
+from benchmarks.growth import Growth, Life, Watcher, growth_checks, growth_table, growths_of
 from benchmarks.load import run_async
 from benchmarks.metrics import percentile
-from benchmarks.processes import children, command_of, num_files, parent, resident_kib
 from benchmarks.result import Check, Result, Row, conclude, text_table
 from benchmarks.server_metrics import Snapshot, scrape
 from benchmarks.servers import Arm, GivenHost, Launch, OurHost, ServerError
@@ -45,15 +45,10 @@ PROMPT_WORDS = (8, 300)
 STOP_S = (0.5, 15.0)
 PATIENCE_S = 240.0  # with one request: several lost workers, each of whose replacements takes its time
 REST_S = 60.0
-SAMPLE_PERIOD_S = 1.0
-WARM_S = 30.0  # of a process's life, in which its caches fill
-POOL_BYTES = (
-    128 << 20
-)  # so small that all of it has been written in WARM_S: a pool's memory comes when it is written
-JUDGED_S = 60.0  # a process that was not seen for so long after that tells nothing
+SAMPLE_PERIOD_S = 2.0
 MIN_COMPLETED = 0.995
-MOST_GROWTH_MB = 48.0  # what an allocator may take within a run, however long that is
-MOST_MORE_FILES = 16.0  # connections to workers that are just coming or going
+# What a worker takes when it is first written, not when it starts: so little that all of it is in use within WARM_S.
+SMALL = {"engine.kv_cache_bytes": 48 << 20, "transfer.slot_bytes": 4 << 20}
 DEEDS = ("killed", "stopped", "restarted")
 _WORDS = (
     "winter", "river", "clock", "bread", "moon", "train", "light", "house", "garden", "paper", "stone", "music",
@@ -80,16 +75,6 @@ class Plan:
         return made
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A process at `at_s` of the run's clock."""
-
-    name: str
-    at_s: float
-    kib: int
-    files: int
-
-
 @dataclass(slots=True)
 class Seen:
     """All that came of a run."""
@@ -97,7 +82,7 @@ class Seen:
     expected: dict[str, str] = field(default_factory=dict)  # text by request id
     trails: list[Trail] = field(default_factory=list)
     deeds: Counter[str] = field(default_factory=Counter)
-    samples: list[Sample] = field(default_factory=list)
+    lives: Sequence[Life] = ()
     held: int | None = (
         None  # blocks that somebody holds at the end; None: the audits did not come or not add up
     )
@@ -114,7 +99,7 @@ class Chaos:
         self._calls = plan.calls()
         self._clock = RunClock()
         self._end_s = 0.0
-        self._pids: dict[str, int] = {}
+        self._watcher = Watcher()
         self.seen = Seen()
 
     async def run(self) -> Seen:
@@ -136,6 +121,7 @@ class Chaos:
             seen.held = await self._rest()
             sampling.cancel()
         seen.counters = _grown(before, await scrape(self._client))
+        seen.lives = self._watcher.lives
         return seen
 
     async def _ask(self, call: Call) -> Trail:
@@ -173,21 +159,14 @@ class Chaos:
             status, content = await self._client.get("/debug/kv")
             if status == 200:
                 workers: list[dict[str, Any]] = json.loads(content)["workers"]
-                self._pids = {worker["worker_id"]: int(worker["pid"]) for worker in workers}
+                self._watcher.know(workers)
                 return workers
         return []
 
     async def _sample(self) -> None:
         await self._workers()
         while True:
-            pids = dict(self._pids)
-            for worker_pid in list(pids.values())[:1]:
-                pids |= {f"coordinator {pid}": pid for pid in _coordinators(worker_pid)}
-            for name, pid in pids.items():
-                with contextlib.suppress(OSError):
-                    self.seen.samples.append(
-                        Sample(name, self._clock.now_s(), resident_kib(pid), num_files(pid))
-                    )
+            self._watcher.look(self._clock.now_s())
             await asyncio.sleep(SAMPLE_PERIOD_S)
 
     async def _rest(self) -> int | None:
@@ -218,14 +197,6 @@ async def _wake(pid: int, after_s: float) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
-def _coordinators(worker_pid: int) -> Iterator[int]:
-    """The ingress replicas that run beside a worker, under the same raylet."""
-    with contextlib.suppress(OSError):
-        for pid in children(parent(worker_pid)):
-            if "Coordinator" in command_of(pid):
-                yield pid
-
-
 def _grown(before: Snapshot | None, after: Snapshot | None) -> dict[str, float]:
     """The coordinator's own counters; workers' begin anew with each life."""
     if before is None or after is None:
@@ -237,40 +208,17 @@ def _grown(before: Snapshot | None, after: Snapshot | None) -> dict[str, float]:
 # --- what it means; pure ----------------------------------------------------------------------------------------------
 
 
-def growth_of(samples: Sequence[Sample]) -> tuple[float | None, float | None]:
-    """(MB, open files) by which the worst process grew: median of its last quarter over that of its first, after its
-    first WARM_S. None where nobody lived long enough to tell.
-    """
-    grown_mb: list[float] = []
-    more_files: list[float] = []
-    for name in {sample.name for sample in samples}:
-        mine = [sample for sample in samples if sample.name == name]
-        mine = [sample for sample in mine if sample.at_s >= mine[0].at_s + WARM_S]
-        if len(mine) < 4 or mine[-1].at_s - mine[0].at_s < JUDGED_S:
-            continue
-        quarter = len(mine) // 4
-        early, late = mine[:quarter], mine[-quarter:]
-        kib = statistics.median(s.kib for s in late) - statistics.median(s.kib for s in early)
-        grown_mb.append(kib * 1024 / 1e6)
-        more_files.append(
-            statistics.median(s.files for s in late) - statistics.median(s.files for s in early)
-        )
-    return max(grown_mb, default=None), max(more_files, default=None)
-
-
-def checks_of(seen: Seen) -> list[Check]:
+def checks_of(seen: Seen, growths: Sequence[Growth]) -> list[Check]:
     accepted = [trail for trail in seen.trails if trail.status == 200]
     completed = [trail for trail in accepted if trail.outcome == "ok"]
     same = [trail for trail in completed if trail.text == seen.expected[trail.call.request_id]]
     ended_once = [trail for trail in accepted if trail.num_ends == 1]
-    grown_mb, more_files = growth_of(seen.samples)
     return [
         Check("completed_share", _share(completed, accepted), ">=", MIN_COMPLETED),
         Check("same_outputs", _share(same, completed), "==", 1.0),
         Check("one_end", _share(ended_once, accepted), "==", 1.0),
         Check("audit_blocks", seen.held, "==", 0),
-        Check("rss_growth_mb", grown_mb, "<=", MOST_GROWTH_MB),
-        Check("more_files", more_files, "<=", MOST_MORE_FILES),
+        *growth_checks(growths),
     ]
 
 
@@ -330,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     plan = Plan(60.0 * args.minutes, args.every, args.streams, args.seed)
     try:
-        ours = Launch(settings={"engine.kv_cache_bytes": POOL_BYTES})
+        ours = Launch(settings=SMALL)
         host = GivenHost(args.url) if args.url else OurHost(ours, lambda line: print(line, file=sys.stderr))
         with host.open(None if args.url else Arm.of("disaggregated", args.split)) as url:
             seen = run_async(measure(Target(url, timeout_s=PATIENCE_S), plan))
@@ -339,13 +287,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    row = summary(plan, seen)
-    checks = checks_of(seen)
-    print(text_table(list(row.items()), ("", "value")) + "\n")
+    growths = growths_of(seen.lives)
+    checks = checks_of(seen, growths)
+    rows = [summary(plan, seen), *(growth.row() for growth in growths), *failures(seen)]
+    print(text_table(list(rows[0].items()), ("", "value")) + "\n")
+    print(growth_table(growths) + "\n")
     for failure in failures(seen):
         print(failure)
     print("\n".join(map(str, checks)))
-    return conclude(Result("chaos", plan.seed, [row, *failures(seen)], checks), args.json)
+    return conclude(Result("chaos", plan.seed, rows, checks), args.json)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,12 @@ def resident_kib(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE") // 1024
 
 
+def own_kib(pid: int) -> int:
+    """Resident memory that is no file's: anonymous, and shared with other processes."""
+    lines = (_PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace").splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+
+
 def cpu_seconds(pid: int) -> float:
     """User and system time since its start, in ticks of 10 ms on most machines."""
     ticks = _stat(pid)[11:13]
@@ -45,12 +51,18 @@ def command_of(pid: int) -> str:
     return (_PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
 
 
+def parents() -> dict[int, int]:
+    """Of all processes."""
+    found = {}
+    for pid in all_processes():
+        with contextlib.suppress(OSError):
+            found[pid] = parent(pid)
+    return found
+
+
 def children(pid: int) -> Iterator[int]:
     """Those that live; some may be gone when they are looked at."""
-    for each in all_processes():
-        with contextlib.suppress(OSError):
-            if parent(each) == pid:
-                yield each
+    yield from (each for each, above in parents().items() if above == pid)
 
 
 def _stat(pid: int) -> list[str]:

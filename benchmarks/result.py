@@ -33,12 +33,16 @@ _PACKAGES = ("baton", "aiohttp", "numpy", "ray", "torch", "uvloop")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`value op required`, e.g. `itl_max_ms: 83.1 <= 100`. Raises ValueError for an operator we do not know."""
+    """`value op required`, e.g. `itl_max_ms: 83.1 <= 100`. `of`: which one of many it is the value of, if that tells.
+
+    Raises ValueError for an operator we do not know.
+    """
 
     name: str
     value: float | None
     op: str
     required: float
+    of: str = ""
 
     def __post_init__(self) -> None:
         if self.op not in _OPERATORS:
@@ -52,19 +56,13 @@ class Check:
 
     def to_json(self) -> dict[str, Any]:
         value = self.value if self.value is not None and math.isfinite(self.value) else None
-        return {
-            "name": self.name,
-            "value": value,
-            "required": self.required,
-            "op": self.op,
-            "ok": self.is_ok,
-        }
+        verdict = {"required": self.required, "op": self.op, "ok": self.is_ok}
+        return {"name": self.name, "value": value, **verdict, **({"of": self.of} if self.of else {})}
 
     def __str__(self) -> str:
         shown = "not measured" if self.value is None else f"{self.value:.4g}"
-        return (
-            f"{'ok  ' if self.is_ok else 'FAIL'} {self.name}: {shown} (required {self.op} {self.required:g})"
-        )
+        verdict = f"{self.name}: {shown} (required {self.op} {self.required:g})"
+        return f"{'ok  ' if self.is_ok else 'FAIL'} {verdict}{f', {self.of}' if self.of else ''}"
 
 
 @dataclass(slots=True)
@@ -128,7 +126,10 @@ def read_result(path: Path) -> Result:
 
 
 def _from_json(content: dict[str, Any]) -> Result:
-    checks = [Check(item["name"], item["value"], item["op"], item["required"]) for item in content["checks"]]
+    checks = [
+        Check(item["name"], item["value"], item["op"], item["required"], item.get("of", ""))
+        for item in content["checks"]
+    ]
     for check, item in zip(checks, content["checks"], strict=True):
         if check.is_ok != item["ok"]:
             raise ValueError(f"check {check.name}: expected ok={check.is_ok} but got {item['ok']}")

@@ -9,9 +9,10 @@ import sys
 
 import pytest
 
-from benchmarks.chaos import Plan, Sample, Seen, checks_of, failures, growth_of, summary
+from benchmarks.chaos import Plan, Seen, checks_of, failures, summary
 from benchmarks.client import Call, Trail
-from benchmarks.processes import children, command_of, num_files, parent, resident_kib
+from benchmarks.growth import Life, Sample, growths_of
+from benchmarks.processes import children, command_of, num_files, own_kib, parent, resident_kib
 
 
 def trail(text: str = "abc", status: int = 200, ends: tuple[str, ...] = ("length",)) -> Trail:
@@ -31,12 +32,12 @@ def trail(text: str = "abc", status: int = 200, ends: tuple[str, ...] = ("length
 
 
 def seen_of(*trails: Trail, held: int | None = 0) -> Seen:
-    steady = [Sample("w", float(second), 200_000 + second % 7, 20) for second in range(300)]
-    return Seen({"c0": "abc"}, list(trails), samples=steady, held=held)
+    steady = [Sample(float(second), 200_000 + second % 7, 20) for second in range(300)]
+    return Seen({"c0": "abc"}, list(trails), lives=[Life(1, "decode", samples=steady)], held=held)
 
 
 def failed(seen: Seen) -> list[str]:
-    return [check.name for check in checks_of(seen) if not check.is_ok]
+    return [check.name for check in checks_of(seen, growths_of(seen.lives)) if not check.is_ok]
 
 
 def test_a_run_in_which_nobody_noticed_anything_passes() -> None:
@@ -63,18 +64,8 @@ def test_another_answer_a_missing_end_a_second_end_and_a_held_block_are_found() 
     assert failed(seen_of(*many, held=None)) == ["audit_blocks"]
 
 
-def test_growth_is_of_the_worst_process_that_lived_long_enough_behind_its_warm_up() -> None:
-    steady = [Sample("a", float(second), 1000, 5) for second in range(300)]
-    growing = [Sample("b", float(second), 1000 + 100 * second, 5 + second // 10) for second in range(300)]
-    # 270 s behind the warm-up: the medians of the first and the last 67 are 203 s apart
-    assert growth_of(steady + growing) == (pytest.approx(203 * 100 * 1024 / 1e6), 20)
-    assert growth_of([sample for sample in growing if sample.at_s < 80.0]) == (None, None)
-    warming = [Sample("c", float(second), 1000 * min(second, 30), 5) for second in range(300)]
-    assert growth_of(warming) == (0.0, 0.0)
-
-
 def test_a_run_that_measured_nothing_has_failed() -> None:
-    assert len(failed(Seen())) == len(checks_of(Seen()))
+    assert len(failed(Seen())) == len(checks_of(Seen(), []))
 
 
 def test_the_same_seed_asks_the_same() -> None:
@@ -82,9 +73,12 @@ def test_the_same_seed_asks_the_same() -> None:
 
 
 def test_a_process_is_looked_at_from_outside() -> None:
-    process = subprocess.Popen([sys.executable, "-c", "input()", "mark"], stdin=subprocess.PIPE)
+    pipe, script = subprocess.PIPE, "print(flush=True); input()"
+    process = subprocess.Popen([sys.executable, "-c", script, "mark"], stdin=pipe, stdout=pipe)
     try:
-        assert resident_kib(process.pid) > 0
+        assert process.stdout is not None
+        process.stdout.readline()  # it has started
+        assert resident_kib(process.pid) > own_kib(process.pid) > 0
         assert num_files(process.pid) >= 3
         assert parent(process.pid) == os.getpid()
         assert process.pid in children(os.getpid())

@@ -31,13 +31,17 @@ def test_an_unknown_operator_is_refused() -> None:
 
 
 def test_the_file_has_the_agreed_keys_and_comes_back(tmp_path: Path) -> None:
-    result = Result("load", 7, [{"rate": 1.0, "bad": math.inf}], [Check("x", math.nan, "<=", 2.0)])
+    checks = [Check("x", math.nan, "<=", 2.0), Check("y", 1.0, "<=", 2.0, "the third")]
+    result = Result("load", 7, [{"rate": 1.0, "bad": math.inf}], checks)
     path = tmp_path / "new" / "r.json"
     result.write(path)
     content = json.loads(path.read_text())
     assert list(content) == ["benchmark", "machine", "versions", "seed", "rows", "checks"]
     assert content["rows"] == [{"rate": 1.0, "bad": None}]
-    assert content["checks"] == [{"name": "x", "value": None, "required": 2.0, "op": "<=", "ok": False}]
+    assert content["checks"] == [
+        {"name": "x", "value": None, "required": 2.0, "op": "<=", "ok": False},
+        {"name": "y", "value": 1.0, "required": 2.0, "op": "<=", "ok": True, "of": "the third"},
+    ]
     assert content["machine"]["cores"] >= 1
     assert content["versions"]["python"].startswith("3.")
     assert read_result(path).to_json() == content
