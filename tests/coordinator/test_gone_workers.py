@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections import Counter, deque
 from collections.abc import Iterable
 
 import pytest
@@ -15,28 +13,9 @@ from coordinator import predict
 from coordinator.line import Pace
 from tests.coordinator.fake_worker import FakeWorker, finish, hand_off, send_tokens
 from tests.coordinator.flow_scene import Scene, collect, expected, request, scene, until
+from tests.held import held_by
 
 STEPS = StepReport((0.010, 20e-6, 10e-9), (0.005, 100e-6, 1e-9, 100e-6, 10e-9), 1.0, 0.0, True, True)
-OURS = ("coordinator.", "policy.", "contracts.")
-CONTAINERS = (dict, list, set, frozenset, tuple, deque)
-
-
-def held_by(roots: Iterable[object]) -> Counter[str]:
-    """All that is reachable from `roots` through objects of ours and containers, by type."""
-    seen: set[int] = set()
-    counts: Counter[str] = Counter()
-    left = list(roots)
-    while left:
-        each = left.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        kind = type(each)
-        if not kind.__module__.startswith(OURS) and kind not in CONTAINERS:
-            continue
-        counts[kind.__name__] += 1 if kind not in CONTAINERS else len(each)  # type: ignore[arg-type]
-        left += [inner for inner in gc.get_referents(each) if not isinstance(inner, type)]
-    return counts
 
 
 def pair_of_life(number: int) -> tuple[FakeWorker, FakeWorker]:
