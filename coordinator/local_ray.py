@@ -62,6 +62,7 @@ def start_ray(run_dir: Path, config: BatonConfig) -> None:
     import ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)
+    _keep_messages(run_dir)
     with _fewer_processes(), _node_seen_at_once(), _patient_python(run_dir / "python"):
         ray.init(
             address="local",
@@ -74,6 +75,24 @@ def start_ray(run_dir: Path, config: BatonConfig) -> None:
             # NOTE: a folder within: Ray opens its temp folder to everybody, and HAProxy's program lies beside it.
             _temp_dir=str(run_dir / "ray"),
         )
+
+
+def _keep_messages(run_dir: Path) -> None:
+    """What Ray's node process tells its driver (that a worker was killed, and what may be the reasons) goes to a
+    file beside its other logs; by itself Ray prints it, `log_to_driver` or not.
+
+    NOTE: a Ray that names it otherwise prints it on.
+    """
+    from ray._private import worker
+
+    path = run_dir / "ray" / "session_latest" / "logs" / "raylet-messages.log"
+
+    def keep(data: dict[str, Any], **_options: Any) -> None:
+        with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in data["lines"])
+
+    if hasattr(worker, "print_to_stdstream"):
+        worker.print_to_stdstream = keep
 
 
 @contextlib.contextmanager

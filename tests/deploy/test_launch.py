@@ -10,8 +10,11 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from ray import JobID
 
 from contracts.errors import ConfigError
 from coordinator import ending, launch, local_ray, outside
@@ -218,6 +221,30 @@ def test_pythons_of_a_start_look_for_garbage_rarely(tmp_path: Path, monkeypatch:
         )
     assert told.stdout.split() == ["50000", "True"]
     assert os.environ["PYTHONPATH"] == "/of/the/user"
+
+
+def test_what_ray_says_of_a_killed_worker_goes_to_a_log_and_not_to_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from ray._private import worker
+
+    monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)  # to have it back
+    logs = tmp_path / "ray" / "session_latest" / "logs"
+    logs.mkdir(parents=True)
+    local_ray._keep_messages(tmp_path)
+    is_over = threading.Event()
+
+    class Subscriber:
+        def subscribe(self) -> None: ...
+
+        def poll(self) -> tuple[None, dict[str, Any]]:
+            is_over.set()
+            return None, {"job_id": None, "error_message": "A worker died"}
+
+    driver = SimpleNamespace(gcs_error_subscriber=Subscriber(), current_job_id=JobID.nil())
+    worker.listen_error_messages(driver, is_over)
+    assert capfd.readouterr() == ("", "")
+    assert [path.read_text() for path in logs.iterdir()] == ["A worker died\n"]
 
 
 def test_a_coordinator_has_its_environment_from_ray_or_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
