@@ -13,26 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer import receiver, shm
+from kvtransfer import shm
 from kvtransfer.connection import Connection
 from kvtransfer.selftest import SelfTest
 from kvtransfer.shm import ShmTransport, make_file, map_file
 from kvtransfer.stream import StreamLink
 from kvtransfer.transport import TOKEN_BYTES, Link, LinkClosed
-from tests.held import held_by
 from tests.kvtransfer import tools
-from tests.kvtransfer.tools import (
-    HOST,
-    TOKEN,
-    WAIT_S,
-    Pair,
-    Side,
-    connected,
-    decode_side,
-    make_config,
-    make_info,
-    until,
-)
+from tests.kvtransfer.tools import TOKEN, WAIT_S, connected, make_config, until
 
 NUM_SLOTS = 3
 
@@ -180,53 +168,3 @@ async def test_memory_of_a_link_that_is_over_goes_back_at_once(end: str) -> None
             await pair.prefill.endpoint.close()
         await until(lambda: num_mapped() == before, timeout_s=5.0)
         await until(lambda: num_alive(SelfTest) == num_alive(Connection) == 0, timeout_s=5.0)
-
-
-async def handed_over(prefill: Side, decode: Side, port: int) -> None:
-    """A first connection, and one handoff over it."""
-    target_id, incarnation = decode.endpoint._identity
-    prefill.endpoint.set_peers([make_info(port, target_id, incarnation)])
-    await until(lambda: any(peer.is_ready for peer in prefill.endpoint.peer_statuses()))
-    source_id, source_incarnation = prefill.endpoint._identity
-    lives = {
-        "source_id": source_id,
-        "source_incarnation": source_incarnation,
-        "target_incarnation": incarnation,
-    }
-    handoff = Pair(prefill, decode, port).handoff(40, **lives)
-    handoff.expect()
-    handoff.open()
-    assert not isinstance(await handoff.outcome(), Exception)
-    await handoff.result()
-
-
-async def test_of_targets_that_are_gone_a_sender_keeps_nothing() -> None:
-    prefill, counts = Side("p", 1, make_config(transport="shm")), []
-    await prefill.endpoint.start(HOST)
-    for life in range(1, 13):
-        decode = Side("d", 2, make_config(transport="shm"), incarnation=life)
-        await handed_over(prefill, decode, await decode.endpoint.start(HOST))
-        await decode.endpoint.close()
-        prefill.endpoint.set_peers([])
-        await until(lambda: not prefill.endpoint._tasks)
-        counts.append(held_by([prefill.endpoint]))
-    assert counts[3] == counts[-1]
-    assert counts[-1]["Receiver"] == 1  # it was looked at
-    await prefill.endpoint.close()
-
-
-async def test_of_senders_that_are_gone_a_target_keeps_nothing_but_their_last_handoffs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(receiver, "NUM_TOMBSTONES", 2)
-    async with decode_side(make_config(transport="shm")) as (decode, port):
-        counts = []
-        for life in range(1, 13):
-            prefill = Side("p", 1, make_config(transport="shm"), incarnation=life)
-            await prefill.endpoint.start(HOST)
-            await handed_over(prefill, decode, port)
-            await prefill.endpoint.close()
-            await until(lambda: not decode.endpoint._receiver._connections)
-            counts.append(held_by([decode.endpoint]))
-        assert counts[3] == counts[-1]
-        assert counts[-1]["Receiver"] == 1  # it was looked at
