@@ -48,7 +48,7 @@ REST_S = 60.0
 SAMPLE_PERIOD_S = 2.0
 MIN_COMPLETED = 0.995
 # What a worker takes when it is first written, not when it starts: so little that all of it is in use within WARM_S.
-SMALL = {"engine.kv_cache_bytes": 48 << 20, "transfer.slot_bytes": 4 << 20}
+SMALL = {"engine.kv_cache_bytes": 48 << 20, "transfer.slot_bytes": 1 << 20}
 DEEDS = ("killed", "stopped", "restarted")
 _WORDS = (
     "winter", "river", "clock", "bread", "moon", "train", "light", "house", "garden", "paper", "stone", "music",
