@@ -15,6 +15,7 @@ namespace {
 
 constexpr int64_t MAX_TILE_QUERIES = 48;  // rows of one tile: queries times the heads that share a key
 constexpr int64_t KEY_BLOCK = 256;
+constexpr int MAX_SUMS = NV == 1 ? 24 : 12;  // registers of a mix: with so many, a weight is loaded for several sums
 constexpr float LOWEST = -1e30f;  // stands for minus infinity: what is hidden
 
 struct Slab {
@@ -122,7 +123,7 @@ template <class A>
 void mix(Running& running, int64_t first, int64_t num_rows, const typename A::Number* values, int64_t num_positions,
          int64_t dim, int64_t at) {
     in_tiles<A::MAX_ROWS>(num_rows, [&](auto rows, int64_t low) {
-        constexpr int R = rows, N = R * NV <= 3 ? 4 : R * NV <= 6 ? 2 : 1;  // enough sums that do not wait for each other
+        constexpr int R = rows, SUMS = MAX_SUMS / (R * NV), N = SUMS >= 4 ? 4 : SUMS >= 2 ? 2 : 1;
         const float* weights = &running.scores[(first + low) * KEY_BLOCK + at];
         float* out = &running.mixed[(first + low) * dim];
         int64_t d = 0;

@@ -122,7 +122,7 @@ struct Plain {
 struct Dots {
     using Element = bf16;
     using Number = uint32_t;
-    static constexpr int MAX_ROWS = 12;
+    static constexpr int MAX_ROWS = 6;
     static constexpr int PAIRED = 2 * W;  // numbers of a register
     static bool knows(int64_t dim) { return dim % PAIRED == 0; }
     static int64_t size(int64_t dim) { return PANEL * dim / 2; }
