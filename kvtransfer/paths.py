@@ -13,6 +13,7 @@ import contextlib
 import functools
 import ipaddress
 import logging
+import mmap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,9 +142,14 @@ def least_gigabytes_per_s(name: str) -> float:
 
 
 def memcpy_gigabytes_per_s() -> float:
-    """One copy of a few MB in this process, under the load of this moment."""
-    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8)
-    target = torch.ones_like(source)  # written once: no page is touched for the first time below
+    """One copy of a few MB in this process, under the load of this moment.
+
+    NOTE: in a mapping of its own, which the system has back at once. The heap would keep such pieces, and not at one
+    place: a worker grew by 8 or 16 MiB with some of the peers that came.
+    """
+    area = torch.frombuffer(mmap.mmap(-1, 2 * _COPY_BYTES), dtype=torch.uint8)
+    area.fill_(1)  # no page is touched for the first time below
+    source, target = area.chunk(2)
     begun_s = time.monotonic()
     target.copy_(source)
     return _COPY_BYTES / max(time.monotonic() - begun_s, 1e-9) / 1e9

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.processes import own_kib
 from contracts.errors import ConfigError
 from contracts.messages import PeerStatus
 from kvtransfer import paths, selftest, ucx
@@ -228,6 +229,15 @@ async def test_a_path_far_below_its_promise_is_used_and_told(
 async def test_memcpy_is_measured_and_a_network_has_a_floor_of_its_own() -> None:
     assert paths.memcpy_gigabytes_per_s() > 0.01
     assert paths.least_gigabytes_per_s("tcp") == paths.LEAST_GIGABYTES_PER_S
+
+
+def test_a_measurement_leaves_no_memory_behind() -> None:
+    """It is made for each peer that comes."""
+    large = torch.zeros(30 << 20, dtype=torch.uint8)  # as loading a model does:
+    del large  # from now on, the heap keeps what it is given back
+    before_kib = own_kib(os.getpid())
+    paths.memcpy_gigabytes_per_s()
+    assert own_kib(os.getpid()) - before_kib < 4 << 10
 
 
 # --- integrity --------------------------------------------------------------------------------------------------------
