@@ -18,6 +18,10 @@ _MAX_SHOWN = 60
 _MAX_SPELLED, _MAX_SPELLED_WITHIN = 64, 8
 OF_SCHEMAS = ("name", "description", "schema", "strict")
 """What a format of type `json_schema` says, nested in a chat and flat in a response."""
+_OF_OTHERS = frozenset(
+    ("repetition_penalty_range", "frequency_penalty_decay", "reasoning_format", "parse_tool_calls", "models")
+)
+"""Extras of other servers, which look like fields of ours and are none of them misspelt."""
 _LIKENESS = 0.85  # `stops` is like `stop`, `top_a` is not like `top_p`
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
@@ -48,9 +52,10 @@ def refuse_misplaced(value: Any, names: Collection[str], where: str, param: str 
 
 
 def refuse_misspelt(body: dict[str, Any], fields: Collection[str], known: Collection[str]) -> None:
-    """Raises RequestError for what is not known and looks like one of `fields`."""
+    """Raises RequestError for what is not known, here or to other servers, and looks like one of `fields`."""
     for key, meant in _misspelt(body, fields, known, _MAX_SPELLED):
-        raise RequestError(f"{key}: unknown field; did you mean {meant}?", param=key)
+        if key not in _OF_OTHERS:
+            raise RequestError(f"{key}: unknown field; did you mean {meant}?", param=key)
 
 
 def refuse_misspelt_within(value: Any, fields: Collection[str], where: str, param: str | None = None) -> None:

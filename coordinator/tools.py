@@ -118,7 +118,8 @@ def _tool(item: Any, where: str) -> Tool:
     function = item.get("function")
     if not isinstance(function, dict):
         raise RequestError(f"{where}.function: expected an object but got {shown(function)}", param="tools")
-    refuse_misplaced(item, _FUNCTION, where, "tools")
+    is_lax = item.get("strict") is False  # which is no wish, wherever it stands
+    refuse_misplaced(item, _FUNCTION[:-1] if is_lax else _FUNCTION, where, "tools")
     refuse_misspelt_within(function, _FUNCTION, f"{where}.function", "tools")
     name, description = function.get("name"), function.get("description")
     if not isinstance(name, str) or not _NAME.fullmatch(name):

@@ -337,3 +337,27 @@ async def test_a_misspelt_field_of_a_response_is_not_passed_over() -> None:
             response = await s.client.post("/v1/responses", json={"input": "hi", field: 4})
             assert (response.status_code, error_of(response)["param"]) == (400, field)
             assert f"did you mean {meant}?" in error_of(response)["message"]
+
+
+async def test_a_limit_of_chats_that_says_what_a_completions_own_says_is_no_loss() -> None:
+    async with service() as s:
+        for limit in (3, 1.5, "3", 0):
+            both = await s.complete(max_tokens=limit, max_completion_tokens=limit)
+            own = await s.complete(max_tokens=limit)
+            assert (both.status_code, both.json().get("usage")) == (own.status_code, own.json().get("usage"))
+        for limits in ({"max_completion_tokens": 3}, {"max_completion_tokens": 3, "max_tokens": 4}):
+            error = error_of(await s.complete(**limits))
+            assert error["param"] == "max_completion_tokens"
+
+
+async def test_other_servers_extras_are_no_misspelt_fields() -> None:
+    extras = {
+        "repetition_penalty_range": 0,
+        "frequency_penalty_decay": 0.9,
+        "reasoning_format": "auto",
+        "parse_tool_calls": True,
+        "models": ["a"],
+    }
+    async with service() as s:
+        for path in WORKS:
+            assert (await s.client.post(path, json=good(path) | extras)).status_code == 200

@@ -51,7 +51,7 @@ RIGHT: list[tuple[str, Json]] = [
     (CHAT, {"response_format": {"type": "json_object", "json_schema": None, "strict": None}}),
     (CHAT, {"response_format": {"type": "text", "schema": None, "x": 1}}),
     (RESPONSE, {"text": {"format": {"type": "json_object", "schema": None}}}),
-    (CHAT, {"tools": [FUNCTION | {"strict": None, "x": 1}]}),
+    (CHAT, {"tools": [FUNCTION | {"strict": None, "x": 1}]}), (CHAT, {"tools": [FUNCTION | {"strict": False}]}),
     (RESPONSE, {"tools": [FLAT | {"function": None}]}),
     (CHAT, {"structured_outputs": {"regex": "a", "whitespace_pattern": None, "disable_any_whitespace": False}}),
     (CHAT, {"structured_outputs": {"json_object": True, "whitespace_pattern": " "}}),
