@@ -2,7 +2,8 @@
 
     stdin: a socket ──► connections ──► the first: the tokenizer ─► "ready"
                                         each other one: a source ─► fork ─► the child's answer: PASSED, or why not
-                                                                    what ended a child without one, the nursery tells
+                                                                    what ended a child without one, the nursery tells,
+                                                                    KILLED if that was none of its grammar's doing
 
 A child is bounded by the kernel: processor time by a timer, since no Python runs while the library is at work, and
 memory. It is nice: those who generate go first.
@@ -31,6 +32,8 @@ from engine.text.tokenizer import TextModel
 
 PASSED = b"passed:"
 """Before a source as workers compile it."""
+KILLED = b"killed"
+"""No answer: somebody else ended the child, which says nothing of the grammar."""
 _MAX_MEMORY_BYTES = 512 << 20  # beyond what the nursery has
 _NICENESS = 5
 _MAX_FDS = 1024
@@ -79,8 +82,12 @@ def _tell_end(fd: int, pid: int, connection: socket.socket, cpu_s: float) -> Non
     _, status = os.waitpid(pid, 0)
     with connection, suppress(OSError):  # nobody waits any more
         if status != 0:
-            is_over = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
-            connection.sendall((_TOO_LONG.format(cpu_s) if is_over else _CRASHED).encode())
+            ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+            told: dict[int | None, bytes] = {
+                signal.SIGPROF: _TOO_LONG.format(cpu_s).encode(),
+                signal.SIGKILL: KILLED,
+            }
+            connection.sendall(told.get(ended_by, _CRASHED.encode()))
 
 
 def _be_child(connection: socket.socket, grammars: Grammars, cpu_s: float) -> NoReturn:

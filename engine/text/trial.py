@@ -3,6 +3,8 @@
     GrammarTrial.check(source) ──a socket──► nursery ──fork──► a process of its own: compiled, and followed a while
                                                                   └► passed │ why not │ it crashed │ its time is over
 
+A process that somebody else ended is asked for again.
+
 Several are tried at once, each with a bound on its processor time, a few of one tenant; so what one of them costs, the
 others hardly notice. What passed here is compiled again by the workers, which ask no questions: the same library, the
 same limits.
@@ -23,7 +25,7 @@ from dataclasses import dataclass
 
 from contracts.errors import OverloadedError, RequestError
 from engine.text.grammar import NUM_KEPT, check_size
-from engine.text.nursery import PASSED
+from engine.text.nursery import KILLED, PASSED
 from engine.text.tokenizer import TextModel
 
 CPU_S = 1.0  # of one grammar
@@ -31,6 +33,7 @@ ANSWER_TIMEOUT_S = 30.0  # of one that has begun
 START_TIMEOUT_S = 60.0
 WAIT_TIMEOUT_S = 30.0
 NUM_AT_ONCE, NUM_AT_ONCE_OF_ONE = 8, 3
+_NUM_TRIES = 2  # whoever ended the first was no grammar: what a grammar ends is its own child
 _PIECE_BYTES = 1 << 16
 # Threads that would be of no use there, and are in the way of a fork.
 _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -75,17 +78,24 @@ class GrammarTrial:
         return answer.source
 
     async def _tried(self, source: str) -> _Answer:
-        async with self._starting:
-            if not self._holder or self._holder[0].process.poll() is not None:
-                await self._start()
-        try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                answer = await _ask(self._holder[0].control, source.encode())
-        except (TimeoutError, EOFError) as error:
-            raise OverloadedError("the process that compiles grammars did not answer") from error
-        if answer.startswith(PASSED):
-            return _Answer(answer.removeprefix(PASSED).decode())
-        return _Answer("", refusal=answer.decode())
+        for _ in range(_NUM_TRIES):
+            async with self._starting:
+                if not self._holder or self._holder[0].process.poll() is not None:
+                    await self._start()
+                nursery = self._holder[0]
+            try:
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    answer = await _ask(nursery.control, source.encode())
+            except TimeoutError as error:
+                raise OverloadedError("the process that compiles grammars did not answer") from error
+            except EOFError:  # it is ending, or has ended
+                nursery.end()
+                continue
+            if answer.startswith(PASSED):
+                return _Answer(answer.removeprefix(PASSED).decode())
+            if answer != KILLED:
+                return _Answer("", refusal=answer.decode())
+        raise OverloadedError("the process that compiles grammars was ended from outside")
 
     async def _start(self) -> None:
         """Raises OverloadedError if the nursery does not come up."""
@@ -118,6 +128,10 @@ class _Nursery:
                 command, stdin=theirs.fileno(), start_new_session=True, env=os.environ | _ENVIRONMENT
             )
 
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
 
 async def _ask(control: socket.socket, question: bytes) -> bytes:
     """The whole answer. Raises EOFError if there is nobody any more who could give one."""
@@ -141,5 +155,4 @@ def _end(holder: list[_Nursery]) -> None:
     while holder:
         nursery = holder.pop()
         nursery.control.close()
-        nursery.process.kill()
-        nursery.process.wait()
+        nursery.end()

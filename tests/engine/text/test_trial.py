@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from llguidance import LLMatcher
 
 from contracts.errors import OverloadedError, RequestError
-from engine.text.grammar import inline_json, json_grammar, lark_grammar, regex_grammar
+from engine.text.grammar import json_grammar, lark_grammar, regex_grammar
 from engine.text.trial import GrammarTrial
 from tests.engine.text.builders import make_text
 
-CRASHES = {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}
+# As it comes to the library where nobody looked at it before; `exact` refuses it.
+CRASHES = json.dumps({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)})
 SPINS = {"type": "integer", "multipleOf": -2147483648}
 
 
@@ -34,7 +38,10 @@ async def test_a_good_grammar_passes_and_a_bad_one_says_why(trial: GrammarTrial)
     assert trial._holder[0] is first, "one nursery for all"
 
 
-@pytest.mark.parametrize("source", [json_grammar(CRASHES), lark_grammar("start: " + inline_json(CRASHES))])
+@pytest.mark.parametrize(
+    "source",
+    [LLMatcher.grammar_from_json_schema(CRASHES), lark_grammar("start: %json " + CRASHES)],
+)
 async def test_what_crashes_the_compiler_is_refused(trial: GrammarTrial, source: str) -> None:
     for _ in range(2):
         with pytest.raises(RequestError, match="it crashed"):
@@ -120,14 +127,28 @@ async def test_who_leaves_while_it_starts_leaves_nothing_half_started(trial: Gra
     await trial.check(regex_grammar("b"))
 
 
-async def test_a_nursery_that_is_gone_is_no_answer(trial: GrammarTrial) -> None:
+async def test_a_nursery_that_is_killed_at_work_is_replaced_and_asked_again(
+    trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.text.trial.CPU_S", 0.2)
     await trial.check(regex_grammar("a"))
-    hostile = asyncio.create_task(trial.check(json_grammar(SPINS)))
-    while not children_of(trial._holder[0].process.pid):
-        await asyncio.sleep(0)
+    asked = asyncio.create_task(refusal(trial, json_grammar(SPINS)))
+    await next_child(trial)
     trial._holder[0].process.kill()
-    with pytest.raises(OverloadedError):
-        await hostile
+    assert "within 0.2 s of processor time" in await asked
+
+
+async def test_a_child_that_somebody_killed_says_nothing_of_its_grammar(trial: GrammarTrial) -> None:
+    await trial.check(regex_grammar("a"))
+    asked = asyncio.create_task(trial.check(json_grammar(SPINS)))
+    first = await next_child(trial)
+    os.kill(first, signal.SIGKILL)
+    os.kill(await next_child(trial, but=first), signal.SIGKILL)
+    with pytest.raises(OverloadedError, match="from outside"):
+        await asked
+    assert "of processor time" in await refusal(trial, json_grammar(SPINS)), (
+        "what was not tried is not remembered"
+    )
 
 
 async def test_a_killed_process_is_replaced(trial: GrammarTrial) -> None:
@@ -146,8 +167,14 @@ async def test_the_process_ends_with_the_trial() -> None:
     assert process.wait(10.0) == -signal.SIGKILL
 
 
-def children_of(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+async def next_child(trial: GrammarTrial, but: int = 0) -> int:
+    """The process in which a grammar is tried; `but`: one that was known before."""
+    pid = trial._holder[0].process.pid
+    while True:
+        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        if others := [int(child) for child in found if int(child) != but]:
+            return others[0]
+        await asyncio.sleep(0)
 
 
 async def refusal(trial: GrammarTrial, source: str, tenant: str = "") -> str:
