@@ -19,7 +19,6 @@ _SINGLE = (
     "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else", "unevaluatedProperties",
 )  # fmt: skip
 _SHOWN = 60
-_MOST_EXACT = 2**53
 
 
 def fault_in(schema: Any, max_depth: int) -> str | None:
@@ -51,24 +50,6 @@ def unbounded_in(schema: Any, max_depth: int) -> str | None:
     num_bytes = len(json.dumps(schema))
     if num_bytes > MAX_SOURCE_BYTES:
         return f"expected a schema of at most {MAX_SOURCE_BYTES} bytes but got {num_bytes}"
-    return None
-
-
-def inexact_in(schema: Any) -> str | None:
-    """What is wrong with a whole number that a double does not hold: who enforces the schema would take another one.
-    None: there is none.
-    """
-    level = [schema]
-    while level:
-        inner: list[Any] = []
-        for value in level:
-            if isinstance(value, dict):
-                inner += value.values()
-            elif isinstance(value, list):
-                inner += value
-            elif isinstance(value, int) and abs(value) > _MOST_EXACT:
-                return f"expected whole numbers of at most 2^53 but got {str(value)[:_SHOWN]}"
-        level = inner
     return None
 
 

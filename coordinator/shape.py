@@ -17,7 +17,7 @@ from contracts.errors import RequestError, UnsupportedError
 from coordinator.body import parse_object
 from coordinator.fields import OF_SCHEMAS, refuse_misplaced, refuse_misspelt_within, shown
 from coordinator.gateway.context import CURRENT
-from coordinator.json_schema import inexact_in, unbounded_in
+from coordinator.json_schema import unbounded_in
 from coordinator.reading import THINK, THINK_END, Reading
 from coordinator.schema import ChatParams
 from coordinator.tools import MAX_DEPTH, Tools, call_grammar, format_of, strict_grammar
@@ -302,7 +302,7 @@ def _schema(value: Any, param: str, writing: _Writing) -> str:
             value = parse_object(value.encode())
     if not isinstance(value, dict):
         raise RequestError(f"{param}: expected a JSON Schema object but got {shown(value)}", param=param)
-    if (fault := unbounded_in(value, MAX_DEPTH) or inexact_in(value)) is not None:
+    if (fault := unbounded_in(value, MAX_DEPTH)) is not None:
         raise RequestError(f"{param}: {fault}", param=param)
     with _named(param):
         return json_grammar(_closed(value) if writing.is_closed else value, writing.whitespace)

@@ -27,7 +27,7 @@ from coordinator.call_readers import (
 )
 from coordinator.calls import CallReader
 from coordinator.fields import refuse_misplaced, refuse_misspelt_within, shown
-from coordinator.json_schema import fault_in, inexact_in, unbounded_in
+from coordinator.json_schema import fault_in, unbounded_in
 from engine.text.grammar import inline_json, lark_grammar
 from engine.text.tokenizer import TextModel
 
@@ -143,7 +143,7 @@ def _tool(item: Any, where: str) -> Tool:
             f"{where}.function.parameters: expected a JSON Schema of an object but got {shown(parameters)}",
             param="tools",
         )
-    fault = unbounded_in(parameters, MAX_DEPTH) or fault_in(parameters, MAX_DEPTH) or inexact_in(parameters)
+    fault = unbounded_in(parameters, MAX_DEPTH) or fault_in(parameters, MAX_DEPTH)
     if fault is not None:
         raise RequestError(f"{where}.function.parameters: {fault}", param="tools")
     shape = {"type": "object", "properties": {}, **parameters}

@@ -156,7 +156,7 @@ async def test_a_hostile_schema_is_the_callers_fault_and_reaches_nothing(schema:
 
 @pytest.mark.parametrize(
     "schema",
-    [{"minimum": 2**53 + 1}, {"enum": [1, [{"a": -(2**64)}]]}, {"properties": {"a": {"const": 2**63}}}],
+    [{"multipleOf": 2**53 + 1}, {"enum": [1, [{"a": -(2**64)}]]}, {"properties": {"a": {"const": 2**63}}}],
 )
 async def test_a_number_that_cannot_be_enforced_exactly_is_refused(schema: dict[str, Any]) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": schema}}}}
@@ -166,11 +166,12 @@ async def test_a_number_that_cannot_be_enforced_exactly_is_refused(schema: dict[
                 "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
             },
             "structured_outputs": {"structured_outputs": {"json": schema}},
-            "tools": {"tools": [tool]},
+            "tools": {"tools": [tool], "tool_choice": "required"},
         }.items():
             error = error_of(await s.chat(**body))
             assert (error["param"], "2^53" in error["message"]) == (field, True), error
         assert not s.backend.requests
+        assert (await s.chat(tools=[tool])).status_code == 200  # which enforces nothing
 
 
 async def test_a_pattern_of_a_call_that_would_mean_something_else_is_refused() -> None:

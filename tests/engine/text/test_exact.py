@@ -135,6 +135,68 @@ def test_names_of_keys_that_match_a_pattern_are_ecmas_too() -> None:
     assert [both(schema, {key: 1}) for key in ("a ", "a\ufeff", "a\u0085")] == [True, True, False]
 
 
+BOUNDS: list[tuple[dict[str, Any], list[float], list[float]]] = [
+    ({"maximum": 2**63 - 1, "minimum": -(2**63)}, [0, 2**63 - 1024, -(2**63) + 1024], [2**63, -(2**63) - 1]),
+    ({"maximum": 2**64 - 1, "minimum": 0}, [0, 2**53 + 1, 2**62 + 1], [-1, 2**64]),
+    ({"maximum": 2**53 + 1}, [2**53], [2**53 + 2]),
+    ({"minimum": 2**53 + 1}, [2**53 + 2], [2**53]),
+    ({"exclusiveMaximum": 2**53 + 1, "exclusiveMinimum": -(2**53) - 1}, [2**53 - 1, 0], [2**53 + 2, -(2**53) - 2]),
+    ({"maximum": 1.7976931348623157e308, "minimum": 0}, [0, 10**15], [-1]),
+    ({"maximum": 9, "minimum": -9}, [9, -9], [10, -10]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("bounds", "good", "bad"), BOUNDS)
+@pytest.mark.parametrize("kind", ["integer", "number"])
+def test_bounds_beyond_the_librarys_numbers_are_kept_from_within(
+    bounds: dict[str, Any], good: list[float], bad: list[float], kind: str
+) -> None:
+    schema = {"type": kind, **bounds}
+    assert [value for value in good if not both(schema, value)] == []
+    assert [value for value in bad if both(schema, value)] == []
+
+
+def test_counts_beyond_the_librarys_are_no_limit() -> None:
+    for schema, value in (
+        ({"type": "string", "maxLength": 2**32}, "a"),
+        ({"type": "array", "maxItems": 2**63}, [1]),
+        ({"type": "object", "maxProperties": 2**63}, {}),
+    ):
+        assert both(schema, value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": 2**53 + 1}, {"enum": [1, [{"a": -(2**64)}]]}, {"multipleOf": 2**53 + 1}, {"minLength": 2**64},
+        {"items": {"minimum": 2**64}}, {"properties": {"a": {"maximum": -(2**64)}}},
+    ],
+)  # fmt: skip
+def test_a_number_that_cannot_be_enforced_exactly_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="2\\^53"):
+        exact(schema)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"uniqueItems": False}, {"propertyNames": {"type": "string"}}, {"propertyNames": {}}, {"propertyNames": True},
+        {"dependentRequired": {}}, {"dependentSchemas": {}}, {"unevaluatedProperties": True}, {"not": False},
+        {"unevaluatedItems": {}}, {"default": 2**64, "examples": [2**64]}, {"x-order": 2**64},
+        *({"format": name} for name in ("binary", "password", "path", "file-path", "directory-path")),
+    ],
+)  # fmt: skip
+def test_what_says_nothing_is_in_nobodys_way(part: dict[str, Any]) -> None:
+    for kind, good, bad in (("string", "a", 1), ("array", ["a", "a"], {}), ("object", {"a": 1}, [])):
+        assert [both({"type": kind, **part}, value) for value in (good, bad)] == [True, False]
+
+
+def test_what_says_something_is_not_dropped() -> None:
+    for part in ({"uniqueItems": True}, {"propertyNames": {"minLength": 2}}, {"unevaluatedItems": False},
+                 {"not": {}}, {"format": "iri"}, {"exclusiveMaximum": True}):  # fmt: skip
+        assert exact(part) == part
+
+
 def test_values_and_names_within_a_schema_stay_as_they_are() -> None:
     for schema in (
         {"const": {"pattern": r"\s", "format": "time"}},
