@@ -20,11 +20,12 @@ from coordinator.gateway.context import CURRENT
 from coordinator.json_schema import unbounded_in
 from coordinator.reading import THINK, THINK_END, Reading
 from coordinator.schema import ChatParams
-from coordinator.tools import MAX_DEPTH, Tools, call_grammar, format_of, strict_grammar
+from coordinator.tools import MAX_DEPTH, Tools, answer_grammar, call_grammar, format_of, strict_grammar
 from engine.text.grammar import (
     choice_grammar,
     ebnf_grammar,
     json_grammar,
+    json_in_lark,
     regex_grammar,
 )
 from engine.text.tokenizer import TextModel
@@ -81,15 +82,22 @@ def completion_shape(body: dict[str, Any]) -> Shape:
 
 
 def chat_shape(body: dict[str, Any], params: ChatParams, tools: Tools | None, text: TextModel) -> Shape:
-    """As `completion_shape`, with tools and reasoning; `begins_in_thought` waits for the prompt."""
+    """As `completion_shape`, with tools and reasoning; `begins_in_thought` waits for the prompt. Beside tools that may
+    be called, JSON that is asked for is the form of an answer that calls none.
+    """
     shape = completion_shape(body)
     reading, is_free = Reading(), not shape.grammar
     if tools is not None:
-        if shape.grammar:
-            raise RequestError(f"{shape.param}: expected no tools beside it", param=shape.param)
         form = format_of(text)
+        # A call without a mark begins as JSON does, and the library does not go back to tell the two apart.
+        answer = None if tools.is_forced or form.mark is None else json_in_lark(shape.grammar)
+        if shape.grammar and answer is None:
+            what = "tools that have to be called" if tools.is_forced else "tools"
+            raise RequestError(f"{shape.param}: expected no {what} beside it", param=shape.param)
         with _named("tools"):
-            if tools.is_forced:
+            if answer is not None:
+                shape = replace(shape, grammar=answer_grammar(tools, form, text, answer))
+            elif tools.is_forced:
                 shape, is_free = Shape(call_grammar(tools, form, text), "tools"), False
             elif tools.is_strict:
                 shape = Shape(strict_grammar(tools, form, text, (THINK, THINK_END)), "tools")

@@ -264,6 +264,19 @@ def call_grammar(tools: Tools, form: ToolFormat, text: TextModel) -> str:
     return lark_grammar("\n".join([f"start: {mark} calls", *_call_rules(tools, form, text)]))
 
 
+def answer_grammar(tools: Tools, form: ToolFormat, text: TextModel, answer: str) -> str:
+    """An output that is calls, as in `call_grammar`, or an answer, for a format with a mark. `answer`: Lark, see
+    `json_in_lark`.
+    """
+    assert form.mark is not None
+    lines = [
+        f"start: {literal(form.mark, text)} calls | answer",
+        f"answer: {answer}",
+        *_call_rules(tools, form, text),
+    ]
+    return lark_grammar("\n".join(lines))
+
+
 def strict_grammar(tools: Tools, form: ToolFormat, text: TextModel, kept: tuple[str, ...] = ()) -> str:
     """Any text; but what begins as a call is one of these calls, with the arguments of its schema where it is strict.
 

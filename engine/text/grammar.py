@@ -99,6 +99,14 @@ def inline_json(schema: dict[str, Any]) -> str:
     return "%json " + json.dumps({**exact(schema), "x-guidance": _JSON_OPTIONS})
 
 
+def json_in_lark(source: str) -> str | None:
+    """What `json_grammar` made, as it stands inside `lark_grammar`; None for any other source."""
+    if not source.startswith('{"grammars"'):
+        return None
+    schema = json.loads(source)["grammars"][0]["json_schema"]
+    return None if schema is None else f"%json {json.dumps(schema)}"
+
+
 class GrammarState:
     """Where one output stands in its grammar. Not thread-safe; the engine thread's.
 

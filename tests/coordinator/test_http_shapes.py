@@ -204,12 +204,12 @@ async def test_a_schema_is_bounded_in_depth_and_size() -> None:
             assert error_of(response)["param"] == "structured_outputs"
 
 
-async def test_two_structures_or_a_structure_beside_tools_are_refused() -> None:
+async def test_two_structures_or_a_structure_beside_forced_tools_are_refused() -> None:
     json_object = {"type": "json_object"}
     async with service() as s:
         twice = await s.chat(response_format=json_object, structured_outputs={"regex": "a"})
         assert error_of(twice)["param"] == "structured_outputs"
-        beside = await s.chat(response_format=json_object, tools=[WEATHER])
+        beside = await s.chat(response_format=json_object, tools=[WEATHER], tool_choice="required")
         assert error_of(beside)["param"] == "response_format"
         assert (
             await s.chat(response_format=json_object, tools=[WEATHER], tool_choice="none")

@@ -1,5 +1,5 @@
-"""`strict` tools with `tool_choice: auto`: any text may come, but a call that has begun ends as a right one. And what
-parameters must be, strict or not.
+"""`strict` tools with `tool_choice: auto`: any text may come, but a call that has begun ends as a right one. The same
+where the text must be JSON. And what parameters must be, strict or not.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from coordinator.tools import format_of, read_tools, strict_grammar
-from engine.text.grammar import Grammars
+from coordinator.tools import answer_grammar, format_of, read_tools, strict_grammar
+from engine.text.grammar import Grammars, json_grammar, json_in_lark
 from engine.text.tokenizer import TextModel
 from tests.coordinator.fake_backend import reply
-from tests.coordinator.http_tools import error_of, service
+from tests.coordinator.http_tools import error_of, events, joined, service
 from tests.engine.text.builders import CHATML, make_text
 
 SCHEMA: dict[str, Any] = {
@@ -82,6 +82,74 @@ def follows(text: TextModel, grammar: str, output: str) -> bool:
             return False
         state.advance(token_id)
     return state.may_end
+
+
+ANSWER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"ok": {"$ref": "#/$defs/flag"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+    "$defs": {"flag": {"type": "boolean"}},
+}
+ANSWERS: list[tuple[TextModel, str, bool]] = [
+    *((text, output, is_good) for text in (HERMES, HERMES_TOKENS, MISTRAL, MISTRAL_ARGS) for output, is_good in (
+        ('{"ok": true}', True), ('{"ok": 5', False), ("", False), ("It is", False), ('{"ok": true} ', False))),
+    *((text, output, is_good) for text in (HERMES, HERMES_TOKENS) for output, is_good in (
+        (hermes("get_weather", GOOD), True), (hermes("get_time", '{"any": 1}'), True),
+        (hermes("get_weather", BAD), False), (hermes("get_weather", GOOD) + '{"ok"', False))),
+    (MISTRAL, '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}}]', True),
+    (MISTRAL_ARGS, '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}', True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "output", "is_good"), ANSWERS)
+def test_an_output_is_a_call_or_the_json_that_was_asked_for(
+    text: TextModel, output: str, is_good: bool
+) -> None:
+    tools, answer = read_tools({"tools": [WEATHER, TIME]}), json_in_lark(json_grammar(ANSWER))
+    assert tools is not None
+    assert answer is not None
+    assert follows(text, answer_grammar(tools, format_of(text), text, answer), output) is is_good
+
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}
+
+
+@pytest.mark.parametrize("output", ['{"ok": true}', hermes("get_weather", GOOD)])
+async def test_a_format_beside_tools_is_that_of_an_answer_without_calls(output: str) -> None:
+    content, reason = (None, "tool_calls") if "<tool_call>" in output else (output, "stop")
+    async with service(reply(output), text=HERMES) as s:
+        for asked in ({"response_format": FORMAT}, {"structured_outputs": {"json": ANSWER}}):
+            choice = (await s.chat(tools=[WEATHER, TIME], **asked)).json()["choices"][0]
+            assert (choice["message"]["content"], choice["finish_reason"]) == (content, reason)
+            grammar = s.backend.requests[-1].sampling.grammar
+            assert follows(HERMES, grammar, output)
+            assert not follows(HERMES, grammar, "any text")
+            chunks = events(await s.chat(tools=[WEATHER, TIME], stream=True, **asked))
+            assert (joined(chunks), chunks[-1]["choices"][0]["finish_reason"]) == (content or "", reason)
+        flat = {"type": "function", **WEATHER["function"]}
+        asked = {
+            "input": "hi",
+            "tools": [flat],
+            "text": {"format": {**FORMAT["json_schema"], "type": "json_schema"}},
+        }
+        (item,) = (await s.client.post("/v1/responses", json=asked)).json()["output"]
+        assert item["type"] == ("message" if content else "function_call")
+
+
+async def test_a_format_that_no_answer_would_have_is_refused_beside_tools() -> None:
+    async with service(text=HERMES) as s:
+        for asked in (
+            {"response_format": FORMAT, "tool_choice": "required"},
+            {"response_format": {"type": "json_object"}, "tool_choice": "required"},
+            {"structured_outputs": {"regex": "a"}},
+            {"guided_grammar": 'root ::= "a"'},
+        ):
+            response = await s.chat(tools=[WEATHER], **asked)
+            assert (response.status_code, error_of(response)["param"]) == (400, next(iter(asked)))
+        assert not s.backend.requests
+    async with service(text=LLAMA) as s:
+        assert error_of(await s.chat(tools=[WEATHER], response_format=FORMAT))["param"] == "response_format"
 
 
 async def test_only_strict_tools_cost_a_grammar() -> None:
