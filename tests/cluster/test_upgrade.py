@@ -18,7 +18,7 @@ from tests.cluster.instance import Running, running, wait_until
 
 pytestmark = pytest.mark.cluster
 
-NUM_TOKENS = 160
+NUM_TOKENS = 320
 PROMPT = "Tell a long story about a lighthouse."
 
 
@@ -87,6 +87,16 @@ async def begun(streams: list[Stream]) -> None:
             await asyncio.sleep(0.02)
 
 
+async def busy_decode(baton: Running) -> dict[str, Any]:
+    """A decode worker that runs something, as soon as the ingress replica that answers has heard of it."""
+    async with asyncio.timeout(60.0):
+        while True:
+            for worker in await asyncio.to_thread(baton.workers):
+                if worker["role"] == "decode" and worker["running"]:
+                    return worker
+            await asyncio.sleep(0.02)
+
+
 def total(baton: Running, name: str) -> float:
     """Of the ingress replica that happens to answer."""
     text = baton.get("/metrics").text
@@ -118,8 +128,7 @@ async def test_a_decode_worker_told_to_end_hands_its_streams_on_with_their_kv(
         for stream in streams:
             tasks.create_task(stream.read(http))
         await begun(streams)
-        workers = await asyncio.to_thread(baton.workers)
-        victim = next(w for w in workers if w["role"] == "decode" and w["running"])
+        victim = await busy_decode(baton)
         os.kill(victim["pid"], signal.SIGTERM)
     assert [stream.ends for stream in streams] == [["length"]] * 4
     assert [stream.text for stream in streams] == expected
