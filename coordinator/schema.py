@@ -317,11 +317,8 @@ def parse_completion(body: dict[str, Any]) -> CompletionParams:
     """Raises RequestError naming the first field that is wrong, UnsupportedError for one that is not built."""
     if body.get("logprobs") is False:
         body = {**body, "logprobs": None}
-    if body.get("max_completion_tokens") == body.get(
-        "max_tokens"
-    ):  # benchmarks send both names to both endpoints
-        body = {**body, "max_completion_tokens": None}
-    refuse(body, _OF_CHATS, "only chats have it")
+    # Benchmarks send both names of the limit to both endpoints.
+    refuse(body, {**_OF_CHATS, "max_completion_tokens": (body.get("max_tokens"),)}, "only chats have it")
     params = _validated(CompletionParams, body)
     if params.best_of is not None and params.best_of < params.n:
         raise RequestError(
