@@ -68,7 +68,7 @@ struct Rule {
     int64_t window;    // 0: none
 };
 
-inline vf capped(vf score, float cap) { return cap > 0 ? tanh(score / cap) * cap : score; }
+inline vf capped(vf score, float cap) { return tanh(score / cap) * cap; }
 
 // What rows of queries know so far: the best score, and under it the sum of weights and the values mixed by them.
 struct Running {

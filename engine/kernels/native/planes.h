@@ -72,7 +72,7 @@ template <class T>
 struct Plain {
     using Element = T;
     using Number = float;  // of what is laid out
-    static constexpr int MAX_ROWS = 6;
+    static constexpr int MAX_ROWS = MAX_TILE_ROWS;
     static bool knows(int64_t) { return true; }
     static int64_t size(int64_t dim) { return PANEL * dim; }
 
