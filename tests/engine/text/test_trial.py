@@ -119,8 +119,9 @@ async def test_honest_grammars_pass(trial: GrammarTrial) -> None:
 
 async def test_who_leaves_while_it_starts_leaves_nothing_half_started(trial: GrammarTrial) -> None:
     first = asyncio.create_task(trial.check(regex_grammar("a")))
-    while not trial._starting.locked():
-        await asyncio.sleep(0)
+    async with asyncio.timeout(30):
+        while not trial._starting.locked():
+            await asyncio.sleep(0)
     await asyncio.sleep(0)
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
@@ -170,11 +171,12 @@ async def test_the_process_ends_with_the_trial() -> None:
 async def next_child(trial: GrammarTrial, but: int = 0) -> int:
     """The process in which a grammar is tried; `but`: one that was known before."""
     pid = trial._holder[0].process.pid
-    while True:
-        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        if others := [int(child) for child in found if int(child) != but]:
-            return others[0]
-        await asyncio.sleep(0)
+    async with asyncio.timeout(30):
+        while True:
+            found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            if others := [int(child) for child in found if int(child) != but]:
+                return others[0]
+            await asyncio.sleep(0)
 
 
 async def refusal(trial: GrammarTrial, source: str, tenant: str = "") -> str:
