@@ -1,21 +1,23 @@
 """The Serve adapter against a real local Ray. A dummy worker ends its holds when told so on its port.
 
 As under the launcher (tests/conftest.py sets its environment), routers run on the caller's event loop: on the one where
-the first call was made. So all tests here share one loop, as all requests of a coordinator do.
+the first call was made. So all tests here share one loop, as all requests of a coordinator do, and it never stands
+still: news from Serve that come while it does switch Serve's client off for good.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
+import threading
 import warnings
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import pytest
-import pytest_asyncio
 
 from contracts.blocks import KvLayout
 from contracts.config_pools import PoolConfig
@@ -32,7 +34,6 @@ with warnings.catch_warnings():
     from coordinator.handles import HoldCall, Membership, ServePool, worker_options
 
 
-Test = TypeVar("Test", bound=Callable[..., Any])
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=16, dtype="float32")
 START_TIMEOUT_S = 180.0  # Serve may start processes first, on a machine that does other things as well
 
@@ -145,18 +146,48 @@ def run_app(name: str, *, num_replicas: int, num_bad_answers: int = 0) -> Deploy
     return serve.run(deployment.bind("decode", num_bad_answers), name=name, route_prefix=None)
 
 
-def on_a_cluster(test: Test) -> Test:
-    """A test that needs Ray, on the event loop that all of them share."""
-    return pytest.mark.cluster(pytest.mark.asyncio(loop_scope="module")(test))
+class Loop:
+    """The event loop that all tests on a cluster share; runs from the first one's beginning to the last one's end."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="shared-loop", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(3 * START_TIMEOUT_S)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster() -> AsyncIterator[None]:
+def on_a_cluster(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that needs Ray, on the event loop that all of them share. It takes `cluster`, or what is made of it."""
+
+    @pytest.mark.cluster
+    @pytest.mark.usefixtures("cluster")
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        assert LOOPS, "the cluster's fixture begins the loop"
+        LOOPS[0].run(test(**fixtures))
+
+    return run
+
+
+LOOPS: list[Loop] = []  # one, while there is a cluster
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    LOOPS.append(Loop())
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     serve.start(proxy_location="Disabled")
     yield
-    await serve.shutdown_async()
+    LOOPS[0].run(serve.shutdown_async())
     ray.shutdown()
+    LOOPS.pop().close()
 
 
 @pytest.fixture(scope="module")
