@@ -182,21 +182,30 @@ class Line(Generic[Place]):
             if waiter.future.done() or waiter.rank >= barrier or (waiter.rank and has_interactive):
                 continue
             is_told = entry.num_blocks >= found.get(waiter.kind, math.inf)
-            if not is_told and num_tries < self.MAX_TRIES:
+            if not is_told and self._may_try(entry, num_tries, now_s):
                 answer = self._try(waiter)
                 if not isinstance(answer, NotNow):
                     self._pass(passed, now_s)
                     continue
                 num_tries += 1
+                self._queue.tried(entry.request_id, now_s)
                 found[waiter.kind] = min(found.get(waiter.kind, math.inf), answer.from_blocks)
                 self._opens_in_s = min(self._opens_in_s, answer.opens_in_s)
                 if answer.is_hopeless:
                     self._refuse_late(entry, answer.verdict)
                     continue
+            elif not is_told:
+                self._opens_in_s = min(self._opens_in_s, self._queue.REST_S)
             passed.append(waiter)
             has_interactive |= waiter.rank == 0
             if waiter.passed_s is not None and now_s - waiter.passed_s >= self.OVERTAKE_S:
                 barrier = waiter.rank
+
+    def _may_try(self, entry: Waiting, num_tries: int, now_s: float) -> bool:
+        """The second half of the tries is for those that were not tried in vain just now."""
+        if num_tries < self.MAX_TRIES // 2:
+            return True
+        return num_tries < self.MAX_TRIES and not self._queue.rests(entry.request_id, now_s)
 
     def _try(self, waiter: _Waiter[Place]) -> NotNow | None:
         """None: it waits no more."""

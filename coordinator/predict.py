@@ -222,7 +222,7 @@ class Predictor:
             may_be_late=ask.is_kept,
         )
         decision = placer.place(job, FleetView(states), now_s)
-        busy_s = [state.backlog_s(now_s) - rules.horizon_s for state in states]
+        busy_s = [rules.opens_s(state) - now_s for state in states]
         opens_in_s = min((wait_s for wait_s in busy_s if wait_s > 0), default=math.inf)
         verdict: str = decision.verdict
         if decision.chosen is not None and decision.chosen.decode_id not in {d.worker_id for d in writers}:

@@ -79,7 +79,8 @@ class Decision(NamedTuple):
 class PlaceRules:
     """Shares are of a promise: `gap_share` is what a decode step alone may take of the token gap, `leftover_share` the
     same for batch, `ttft_share` what deadlines are made of, because predictions err. `margin`: part of the remaining
-    time that counts as safe. `horizon_s`: reading that a worker may have in hand when it is given more.
+    time that counts as safe. `horizon_s`: reading that a worker may have in hand when it is given more; one with
+    streams may have `horizon_gaps` of their token gap, since a step that is not filled costs nearly as much.
     A pool of up to `small_pool` is looked at whole; of a larger one `min_looks`, at random, and more, up to
     `max_looks`, until `shortlist` of them take a prompt. `shortlist`: readers, and writers that read, whose options are
     predicted, besides those that hold a prefix. `least_price`: of an idle reader's second; `wait_price`: of a second of
@@ -91,6 +92,7 @@ class PlaceRules:
     ttft_share: float = 0.94
     margin: float = 0.8
     horizon_s: float = 0.02
+    horizon_gaps: float = 0.8
     prefill_chunk: int = 4096
     local_chunk: int = 2048
     least_chunk: int = 32
@@ -105,6 +107,16 @@ class PlaceRules:
     overhead_s: float = 0.002
     can_deflect: bool = True
 
+    def in_hand_s(self, worker: WorkerState) -> float:
+        """Reading that `worker` may have in hand, in seconds, and yet be given more."""
+        step_s = self.horizon_gaps * worker.gap_s
+        has_streams = worker.running_streams or worker.promised_streams
+        return step_s if has_streams and self.horizon_s < step_s < math.inf else self.horizon_s
+
+    def opens_s(self, worker: WorkerState) -> float:
+        """When `worker` may be given more to read."""
+        return worker.prefill_free_s - self.in_hand_s(worker)
+
 
 class Placer:
     """The rules and what they need to know; keeps nothing between calls."""
@@ -117,9 +129,8 @@ class Placer:
     def place(self, job: Job, fleet: FleetView, now_s: float) -> Decision:
         """The best option now, with all that were weighed. Counts nothing: see `dispatch`."""
         rules, left_s = self.rules, job.deadline_s - now_s
-        open_s = now_s + rules.horizon_s
         readers, idle_share = self._readers(job, fleet, now_s)
-        if not readers and all(worker.prefill_free_s > open_s for worker in fleet.decodes):
+        if not readers and all(rules.opens_s(worker) > now_s for worker in fleet.decodes):
             return Decision(None, "workers_busy", ())
         # Prefill workers decode before anybody is refused.
         roomy = self._with_room(job, "decode", fleet, now_s) or self._with_room(job, "prefill", fleet, now_s)
@@ -134,7 +145,7 @@ class Placer:
         fastest = min(usable, key=_ttft, default=None)
         if fastest is not None and (fastest.ttft_s <= left_s or (job.may_be_late and left_s <= 0)):
             return Decision(fastest, "placed", tuple(options))
-        is_open = options and any(worker.prefill_free_s <= open_s for worker in chain(readers, fleet.decodes))
+        is_open = options and any(rules.opens_s(worker) <= now_s for worker in chain(readers, fleet.decodes))
         return Decision(None, "too_late" if is_open else "workers_busy", tuple(options))
 
     def _readers(self, job: Job, fleet: FleetView, now_s: float) -> tuple[list[WorkerState], float | None]:
@@ -147,15 +158,14 @@ class Placer:
         rules, workers, held = self.rules, fleet.prefills, job.held
         if not workers:
             return [], None
-        open_s, shortlist = now_s + rules.horizon_s, rules.shortlist
+        shortlist = rules.shortlist
         found = []
         num_seen = num_idle = 0
         least = rules.min_looks if len(workers) > rules.small_pool else rules.small_pool
         for worker in drawn(workers, rules.max_looks, self._rng):
-            free_s = worker.prefill_free_s
-            if free_s <= open_s:
+            if rules.opens_s(worker) <= now_s:
                 found.append(worker)
-                num_idle += free_s <= now_s
+                num_idle += worker.prefill_free_s <= now_s
             num_seen += 1
             if num_seen >= least and len(found) >= shortlist:
                 break
@@ -177,7 +187,6 @@ class Placer:
         kv_share = rules.kv_share
         context = job.prompt_tokens + job.expected_output // 2
         need = job.prompt_tokens + job.expected_output
-        open_s = now_s + rules.horizon_s
         found: list[tuple[float, WorkerState]] = []
         num_seen = num_open = 0
         workers = fleet.decodes if role == "decode" else fleet.prefills
@@ -188,7 +197,7 @@ class Placer:
             pool = chain(_holders(job, fleet, role), others)
         for worker in pool:
             num_seen += 1
-            is_open = worker.prefill_free_s <= open_s
+            is_open = rules.opens_s(worker) <= now_s
             if num_seen > least:
                 if num_open >= rules.shortlist:
                     break
@@ -225,7 +234,7 @@ class Placer:
         rules, held = self.rules, job.held
         options: list[Option] = []
         price = 1.0 if idle_share is None else max(1.0 - idle_share, rules.least_price)
-        open_s, at, best = now_s + rules.horizon_s, roomy[0], roomy[0][1]
+        at, best = roomy[0], roomy[0][1]
         if not rules.can_deflect and idle_share is not None:
             roomy = []
         limit_s = math.inf
@@ -254,7 +263,7 @@ class Placer:
             worker = pair[1]
             if number == rules.shortlist:
                 break
-            if worker.prefill_free_s > open_s or (held and worker.worker_id in held):
+            if rules.opens_s(worker) > now_s or (held and worker.worker_id in held):
                 continue
             number += 1
             # The streams' steps may hide the device time of all chunks, but not the wait for them.

@@ -7,6 +7,7 @@
     order: resumed │ ready │ late │ without a promise │ batch │ best_effort
            │         └─ in each of these, tenants that had more than their share come behind the others
            └─ but every second place is for whoever is older than the age cap: no order starves anybody, nor do the old
+    Where more wait than can be tried, half of the tries are for those that were not tried in vain just now.
 
 Binding is late: a request chooses its worker when one is about to be free, so wrong predictions cost little. When not
 everybody can be in time, triage keeps the largest number that can (Moore and Hodgson, 1968, for one machine; servers
@@ -94,6 +95,7 @@ class WaitingQueue:
     MAX_RETRY_S: ClassVar[int] = 120  # clients do not obey longer ones
     AGED_LOOK: ClassVar[int] = 16  # at the head of each line: the old are there
     OVER_SHARE: ClassVar[float] = 1.25  # times its equal share: less is no excess but chance
+    REST_S: ClassVar[float] = 0.05  # after a try in vain
 
     def __init__(self, age_cap_s: float = 30.0) -> None:
         self._age_cap_s = age_cap_s
@@ -105,6 +107,7 @@ class WaitingQueue:
         self._batch: list[_Item] = []  # by arrival
         self._best_effort: list[_Item] = []  # by arrival
         self._items: dict[str, tuple[list[_Item], _Item]] = {}
+        self._rests: dict[str, float] = {}  # until when, of those that were tried in vain
         self._by_tenant: Counter[str] = Counter()
         self._backlog_s = 0.0
         self._was_aged = False  # who was served last
@@ -147,6 +150,7 @@ class WaitingQueue:
         found = self._items.pop(request_id, None)
         if found is None:
             return None
+        self._rests.pop(request_id, None)
         held_in, item = found
         entry = item[2]
         del held_in[bisect.bisect_left(held_in, item[:2])]
@@ -182,9 +186,24 @@ class WaitingQueue:
         )
         return None if item is None else item[2]
 
+    def tried(self, request_id: str, now_s: float) -> None:
+        """In vain: it rests for REST_S."""
+        self._rests[request_id] = now_s + self.REST_S
+
+    def rests(self, request_id: str, now_s: float) -> bool:
+        """Whether others should try before it, where not all can."""
+        return now_s < self._rests.get(request_id, now_s)
+
     def candidates(self, now_s: float, limit: int) -> list[Waiting]:
-        """The next `limit` in order."""
-        return list(islice(self._in_order(now_s), limit))
+        """The next `limit` in order. Where more wait, half of them are the first that do not rest: else a few that fit
+        nowhere were tried again and again, and never anybody behind them.
+        """
+        order = self._in_order(now_s)
+        if len(self) <= limit:
+            return list(order)
+        found = list(islice(order, limit // 2))
+        rested = (entry for entry in order if not self.rests(entry.request_id, now_s))
+        return found + list(islice(rested, limit - len(found)))
 
     def next_due_s(self, now_s: float) -> float:
         """When the next request becomes late that is not yet; infinite if none does."""

@@ -216,7 +216,7 @@ class Baton:
             return
         was_busy = state.prefill_free_s > now_s
         state.prefill_free_s = now_s + self._placer.unread_s(state, self.cadence, worker.pending_tokens)
-        is_open = state.prefill_free_s - now_s <= self._placer.rules.horizon_s
+        is_open = self._placer.rules.opens_s(state) <= now_s
         if len(self._queue) and is_open and (was_busy or now_s >= self._blocked_until_s):
             self._pump(now_s)
 
@@ -241,6 +241,7 @@ class Baton:
                 return True
             if verdict == "workers_busy":
                 return False  # for all others, too
+            self._queue.tried(entry.request_id, now_s)
         return False
 
     def _try(self, entry: Waiting, now_s: float) -> Verdict:
@@ -270,10 +271,7 @@ class Baton:
 
     def _next_opening_s(self, now_s: float) -> float:
         """When a reader will take more, should no step end before."""
-        horizon_s = self._placer.rules.horizon_s
-        soonest_s = (
-            min((state.prefill_free_s for state in self._fleet.prefills), default=math.inf) - horizon_s
-        )
+        soonest_s = min(map(self._placer.rules.opens_s, self._fleet.prefills), default=math.inf)
         return min(max(soonest_s, now_s + self.REPUMP_S[0]), now_s + self.REPUMP_S[1])
 
     def _pump_again(self, now_s: float) -> None:

@@ -15,7 +15,7 @@ from contracts.errors import OverloadedError
 from contracts.service import ServiceClass
 from coordinator.line import Line, Pace
 from coordinator.placement import NotNow
-from policy.queue import Waiting
+from policy.queue import Waiting, WaitingQueue
 from tests.policy.builders import make_waiting
 
 
@@ -229,6 +229,29 @@ async def test_a_demand_that_found_nothing_speaks_for_larger_ones() -> None:
         c.num_asked = 0
         await c.open(4)
         assert c.num_asked == 1
+
+
+async def test_some_that_fit_nowhere_keep_nobody_behind_them_from_a_try(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Line, "MAX_TRIES", 4)
+    async with counter() as c:
+        for number in range(6):
+            await c.come(make_waiting(str(number), math.inf, arrived_s=float(number)), needs=20 - number)
+        c.room = 1
+        await c.come(make_waiting("small", math.inf, arrived_s=9.0))
+        assert c.served == ["small"]
+
+
+async def test_when_not_all_can_be_tried_the_next_look_comes_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Line, "MAX_TRIES", 4)
+    async with counter() as c:
+        for number in range(6):
+            await c.come(make_waiting(str(number), math.inf, arrived_s=float(number)), needs=20 - number)
+        for now_s in (0.1, 0.11):  # the first two and two others, then the first two and those that are left
+            assert c.naps_s[-1] == pytest.approx(WaitingQueue.REST_S)
+            await c.open(15, now_s)
+        assert c.served == ["5"]
 
 
 async def test_a_full_line_refuses_the_youngest_with_the_wait_of_the_moment() -> None:

@@ -92,6 +92,24 @@ def test_busy_workers_are_waited_for() -> None:
     assert make_placer().place(make_job(), fleet, 0.0).verdict == "workers_busy"
 
 
+@pytest.mark.parametrize(
+    ("gap_s", "streams", "backlog_s", "verdict"),
+    [
+        (0.1, 10, 0.07, "placed"),  # its next step is not full yet
+        (0.1, 10, 0.09, "workers_busy"),
+        (0.04, 10, 0.07, "workers_busy"),
+        (0.1, 0, 0.07, "workers_busy"),  # no stream makes its steps cheaper by company
+        (math.inf, 10, 0.07, "workers_busy"),  # no promise says how long a step may be
+    ],
+)
+def test_a_worker_with_streams_is_given_what_fills_a_step(
+    gap_s: float, streams: int, backlog_s: float, verdict: str
+) -> None:
+    worker = make_worker("m", "mixed", streams, prefill_free_s=backlog_s, gap_s=gap_s)
+    job = make_job(prompt_tokens=100, tpot_s=0.1)
+    assert make_placer().place(job, FleetView([worker]), 0.0).verdict == verdict
+
+
 def test_a_busy_holder_of_a_prefix_is_waited_for_where_that_is_cheaper() -> None:
     def chosen_when_busy_for(backlog_s: float) -> str | None:
         fleet = pools(2, 1)

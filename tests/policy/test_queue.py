@@ -26,6 +26,24 @@ def test_least_slack_first() -> None:
     assert order(queue) == ["late-but-long", "soon-but-short"]
 
 
+def test_where_more_wait_than_can_be_tried_half_the_tries_are_for_others_than_just_now() -> None:
+    queue = WaitingQueue()
+    for number in range(8):
+        queue.add(make_waiting(str(number), deadline_s=1.0 + number))
+
+    def tried(now_s: float, limit: int = 4) -> str:
+        entries = queue.candidates(now_s, limit)
+        for entry in entries:
+            queue.tried(entry.request_id, now_s)
+        return "".join(entry.request_id for entry in entries)
+
+    assert tried(0.0) == "0123"
+    assert tried(0.01) == "0145"
+    assert tried(0.02) == "0167"
+    assert tried(0.03, limit=8) == "01234567"  # all can be
+    assert tried(0.03 + 2 * queue.REST_S) == "0123"
+
+
 def can_all_be_in_time(jobs: tuple[tuple[int, int], ...]) -> bool:
     """One machine, earliest deadline first, which is optimal."""
     now = 0
