@@ -50,6 +50,7 @@ from engine.text.tokenizer import load_text
 from engine.weights import LoadedModel
 from kvtransfer.endpoint import KvEndpoint
 from worker.chunks import ChunkSizer
+from worker.cores import OwnCores
 from worker.desk import Desk
 from worker.foreign import told_to
 from worker.loading import Solo, load_engine, max_model_len
@@ -99,6 +100,7 @@ class Worker:
         self._start_rank = start_rank
         self._ranks: Solo | RankZero = Solo()
         self._freed = asyncio.Event()  # since it was last cleared
+        self._cores = OwnCores(worker_id)
         self._clock = AwakeClock()
         self._steps = StepMeter()
         itl_s = config.slo.tightest_itl_s
@@ -154,6 +156,8 @@ class Worker:
         self._kv.on_peers_changed = self._publish_status
         self._server = ChannelServer(self._hello, self._secret, self._serve)
         port = await self._server.start(host)
+        if self._config.engine.pin_threads and self._slab.device.type == "cpu":
+            self._engine.submit(lambda: self._cores.pin(self._config.engine.compute_threads))
         self._engine.start()
         self._watchdog.start()
         self._spawn(self._beat())
@@ -216,6 +220,7 @@ class Worker:
         try:
             await asyncio.to_thread(self._engine.stop, self._config.engine.stall_timeout_s)
         finally:
+            self._cores.release()
             await asyncio.to_thread(self._ranks.close)
 
     def _trouble(self) -> str | None:
