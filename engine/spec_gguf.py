@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from contracts.errors import ConfigError
-from engine.gguf_file import GgufFile
+from engine.gguf_file import GgufFile, end_token_ids
 from engine.spec import (
     Experts,
     FactorRope,
@@ -50,8 +50,6 @@ def spec_from_gguf(file: GgufFile, rope_factors: tuple[float, ...] | None = None
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
     if fields.integer("rope.dimension_count", head_dim) != head_dim:
         raise fields.refuse("rope.dimension_count", str(head_dim))
-    # NOTE: end-of-turn is a stop token of its own; models whose eos is end-of-text never stop a chat without it.
-    eos = (*tokenizer.token_ids("eos_token_id"), *tokenizer.token_ids("eot_token_id"))
     layers = _layers(name, fields, file, rope_factors)
     return ModelSpec(
         layers=layers,
@@ -66,7 +64,7 @@ def spec_from_gguf(file: GgufFile, rope_factors: tuple[float, ...] | None = None
         attention_scale=_attention_scale(fields, is_gemma, head_dim, hidden_size // num_heads, len(layers)),
         tie_embeddings="output.weight" not in file.tensors,
         bos_token_id=next(iter(tokenizer.token_ids("bos_token_id")), None),
-        eos_token_ids=tuple(dict.fromkeys(eos)),
+        eos_token_ids=end_token_ids(file.fields),
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         out_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_gate.bias" in file.tensors,

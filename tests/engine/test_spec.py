@@ -169,6 +169,13 @@ def test_gguf_header_gives_every_number() -> None:
     assert (spec.bos_token_id, spec.eos_token_ids) == (1, (2, 9))
 
 
+def test_how_a_turn_ends_is_told_by_the_spelling_where_the_header_does_not_say() -> None:
+    """Gemma's files name <eos>, base models' the end of a document."""
+    pieces = ["<pad>", "<eos>", "<|endoftext|>", "<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|im_start|>"]
+    spec = spec_from_gguf(make_gguf(tokenizer__ggml__tokens=pieces, tokenizer__ggml__eos_token_id=1))
+    assert spec.eos_token_ids == (1, 2, 3, 4, 5)
+
+
 def test_gguf_rope_factors_win_over_the_header() -> None:
     factors = (1.0, 1.0, 2.0, 8.0)
     assert spec_from_gguf(make_gguf(), factors).layers[0].rope.scaling == FactorRope(factors)
