@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,13 @@ _FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Where a tensor lies: all of `name`, or the rows [low, high) of its expert number `expert`."""
+    """Where a tensor lies: all of `name`, or the rows [low, high) of its expert number `expert`. `file`: which of the
+    directory's."""
 
     handle: Any
     name: str
     shape: tuple[int, ...]
+    file: int
     expert: int | None = None
     low: int = 0
 
@@ -64,18 +66,21 @@ class HfSource:
         self._shards = _shards(directory)
         self.files: Sequence[Path] = [directory / "config.json", *self._shards]
         self._stored: dict[str, _Stored] = {}
-        for shard in self._shards:
-            self._open(shard)
+        for file, shard in enumerate(self._shards):
+            self._open(shard, file)
         self.tensors: dict[str, tuple[int, ...]] = {name: part.shape for name, part in self._stored.items()}
 
-    def _open(self, shard: Path) -> None:
+    def _open(self, shard: Path, file: int) -> None:
         try:
             handle: Any = safe_open(str(shard), framework="pt")
             for name in handle.keys():  # noqa: SIM118 (the handle is not iterable)
                 shape = tuple(handle.get_slice(name).get_shape())
-                self._stored.update(_parts(_Stored(handle, name, shape)))
+                self._stored.update(_parts(_Stored(handle, name, shape, file)))
         except (OSError, SafetensorError) as exc:
             raise ConfigError(f"expected a safetensors file but could not read {shard}: {exc}") from exc
+
+    def file_of(self, name: str) -> int:
+        return self._stored[name].file
 
     def read_into(self, name: str, target: Tensor, part: Part) -> None:
         """Copy the part from the mapped file, converted. Raises ConfigError if it is not floating-point."""
@@ -105,7 +110,7 @@ def _parts(stored: _Stored) -> Iterator[tuple[str, _Stored]]:
     shape = (rows // len(modules), columns)
     for expert in range(num_experts):
         for index, module in enumerate(modules):
-            part = _Stored(stored.handle, stored.name, shape, expert, index * shape[0])
+            part = replace(stored, shape=shape, expert=expert, low=index * shape[0])
             yield f"{fused[1]}.{expert}.{module}.weight", part
 
 
