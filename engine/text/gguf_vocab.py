@@ -110,7 +110,7 @@ def _split(pattern: str) -> Callable[[], Any]:
     )
 
 
-_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
+_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3", "pixtral")
 # These take a whole word that is in the vocabulary before they look at merges.
 _WHOLE_WORDS_FIRST = (*_LLAMA3_NAMES, "tekken")
 # And these begin a prompt with BOS where the header does not say, as in llama.cpp; so do SentencePiece's.
@@ -123,6 +123,7 @@ _PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
     "qwen2": _split(_QWEN2),
     "deepseek-r1-qwen": _split(_QWEN2),
     "tekken": _split(_TEKKEN),
+    "smaug-bpe": _split(_LLAMA3),  # finetunes of Llama 3 with a tokenizer of their own
     **dict.fromkeys(_LLAMA3_NAMES, _split(_LLAMA3)),
 }
 
@@ -146,7 +147,7 @@ def _sentencepiece(meta: dict[str, Any], pieces: list[str]) -> Tokenizer:
             byte_fallback=True,
         )
     )
-    has_prefix = bool(meta.get("tokenizer.ggml.add_space_prefix", True))
+    has_prefix = bool(meta.get("tokenizer.ggml.add_space_prefix", not is_gemma))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if has_prefix:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)

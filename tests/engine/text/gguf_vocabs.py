@@ -47,7 +47,7 @@ def write_byte_level(
     return _end(writer, path)
 
 
-def write_sentencepiece(path: Path, architecture: str, has_prefix: bool) -> Path:
+def write_sentencepiece(path: Path, architecture: str, has_prefix: bool | None) -> Path:
     """Scores as SentencePiece gives them: the earlier a merge, the higher; single characters last. Gemma's file is
     in the order of its merges, spells runs of spaces as spaces, and its scores say nothing."""
     is_gemma = architecture.startswith("gemma")
@@ -76,7 +76,8 @@ def write_sentencepiece(path: Path, architecture: str, has_prefix: bool) -> Path
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    writer.add_add_space_prefix(has_prefix)
+    if has_prefix is not None:
+        writer.add_add_space_prefix(has_prefix)
     return _end(writer, path)
 
 

@@ -41,8 +41,11 @@ KINDS = {
     "qwen3": ("qwen3", True),
     "smollm": ("llama", True),
     "tekken": ("llama", True),
+    "smaug-bpe": ("llama", True),
+    "pixtral": ("llama", True),
     "llama-2": ("llama", False),
     "gemma": ("gemma3", False),
+    "gemma without the flag": ("gemma3", False),
 }
 
 
@@ -56,7 +59,9 @@ def both(kind: str) -> tuple[TextModel, Any]:
     if is_byte_level:
         write_byte_level(path, architecture, "qwen2" if kind == "qwen3" else kind)
     else:
-        write_sentencepiece(path, architecture, has_prefix=kind != "gemma")
+        # Gemma's family has no prefix, whether its file says so or not.
+        has_prefix = {"llama-2": True, "gemma": False, "gemma without the flag": None}[kind]
+        write_sentencepiece(path, architecture, has_prefix)
     pair = load_text(path), AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     path.unlink()
     path.parent.rmdir()
