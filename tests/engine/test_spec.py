@@ -169,6 +169,26 @@ def test_gguf_header_gives_every_number() -> None:
     assert (spec.bos_token_id, spec.eos_token_ids) == (1, (2, 9))
 
 
+def test_numbers_of_layers_may_be_a_list_of_equals() -> None:
+    """As newer converters write them; layers that differ are another family."""
+    spec = spec_from_gguf(
+        make_gguf(
+            llama__attention__head_count=[4, 4],
+            llama__attention__head_count_kv=[2, 2],
+            llama__feed_forward_length=[64, 64],
+        )
+    )
+    assert (spec.num_heads, spec.num_kv_heads, spec.intermediate_size) == (4, 2, 64)
+    for value in ([2, 4], [], [2.0, 2.0], "2"):
+        with pytest.raises(ConfigError, match=r"'llama.attention.head_count_kv' to be"):
+            spec_from_gguf(make_gguf(llama__attention__head_count_kv=value))
+
+
+def test_a_cap_of_zero_is_none() -> None:
+    spec = spec_from_gguf(make_gguf(llama__attn_logit_softcapping=0.0, llama__final_logit_softcapping=0.0))
+    assert (spec.attention_cap, spec.logit_cap) == (None, None)
+
+
 def test_how_a_turn_ends_is_told_by_the_spelling_where_the_header_does_not_say() -> None:
     """Gemma's files name <eos>, base models' the end of a document."""
     pieces = ["<pad>", "<eos>", "<|endoftext|>", "<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|im_start|>"]
