@@ -155,6 +155,35 @@ def test_what_cannot_be_computed_is_refused_by_name(changes: dict[str, Any], mes
         spec_from_hf(make_config(**changes))
 
 
+def test_a_model_that_sees_images_is_its_text_part() -> None:
+    """The config of Gemma 3 4B, which leaves out what is as usual."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "eos_token_id": [1, 106],
+        "text_config": text,
+    }
+    spec = spec_from_hf(config)
+    assert (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (
+        34,
+        2560,
+        8,
+        4,
+        256,
+    )
+    assert (spec.vocab_size, spec.max_position, spec.eos_token_ids) == (262_208, 131_072, (1, 106))
+    assert spec.layers[5] == LayerSpec(Rope(1e6, LinearRope(8.0)))
+    assert spec.layers[4] == LayerSpec(Rope(1e4), window=1024)
+    with pytest.raises(ConfigError, match="'text_config' to be an object but got None"):
+        spec_from_hf(config | {"text_config": None})
+
+
 def test_gguf_header_gives_every_number() -> None:
     spec = spec_from_gguf(make_gguf(tokenizer__ggml__eot_token_id=9, tokenizer__ggml__bos_token_id=1))
     assert (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (
