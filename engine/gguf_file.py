@@ -19,11 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from contracts.errors import ConfigError
+from engine.spec_fields import Fields
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4
+# Many headers name only the end of a document; how a turn of a chat ends is told by a spelling alone.
+_END_PIECES = frozenset(
+    ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>")
+)
 _SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -85,6 +90,17 @@ def model_stem(path: Path) -> str:
     """The name of a GGUF file without its ending, nor that it is one of several."""
     named = _SPLIT_NAME.fullmatch(path.name)
     return named[1] if named else path.stem
+
+
+def end_token_ids(fields: dict[str, Any]) -> tuple[int, ...]:
+    """The tokens that end an output: those that the header names, then those that are spelt like one, as in llama.cpp.
+
+    Raises ConfigError for ids that are none.
+    """
+    tokenizer = Fields(fields, "GGUF header", "tokenizer.ggml.")
+    named = [i for key in ("eos", "eot", "eom") for i in tokenizer.token_ids(f"{key}_token_id")]
+    spelt = [i for i, piece in enumerate(tokenizer.items("tokens")) if piece in _END_PIECES]
+    return tuple(dict.fromkeys([*named, *spelt]))
 
 
 def _split_of(file: GgufFile) -> tuple[object, int]:

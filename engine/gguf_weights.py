@@ -73,6 +73,9 @@ class GgufSource:
                 self._tensors.update(_parts(tensor, self.spec.has_post_norms))
         self.tensors: dict[str, tuple[int, ...]] = {name: t.shape for name, t in self._tensors.items()}
 
+    def file_of(self, name: str) -> int:
+        return self._tensors[name].part
+
     def read_into(self, name: str, target: Tensor, part: Part) -> None:
         """Expand into `target`, rows in Hugging Face order. Raises ConfigError for a tensor that is not whole."""
         tensor, head_rows = self._tensors[name], self._rows_of_paired_head(name)

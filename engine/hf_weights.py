@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +21,30 @@ from contracts.errors import ConfigError
 from engine.parallel.shards import Part
 from engine.quantization import BlockKind
 from engine.spec import ModelSpec
-from engine.spec_hf import has_offset_norms, spec_from_hf
+from engine.spec_hf import has_offset_norms, spec_from_hf, text_config
 
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
 _MIXTRAL_EXPERT = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+# Of a model that sees images too, by its writer's version.
+_TEXT_PART = {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+_IMAGE_PART = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 _FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Where a tensor lies: all of `name`, or the rows [low, high) of its expert number `expert`."""
+    """Where a tensor lies: all of `name`, or the rows [low, high) of its expert number `expert`. `file`: which of the
+    directory's."""
 
     handle: Any
     name: str
     shape: tuple[int, ...]
+    file: int
     expert: int | None = None
     low: int = 0
 
@@ -61,21 +70,27 @@ class HfSource:
         config = _read_json(directory / "config.json")
         self.spec: ModelSpec = spec_from_hf(_with_generation_config(config, directory))
         self._has_offset_norms = has_offset_norms(config)
+        self._sees_images = text_config(config) is not config
         self._shards = _shards(directory)
         self.files: Sequence[Path] = [directory / "config.json", *self._shards]
         self._stored: dict[str, _Stored] = {}
-        for shard in self._shards:
-            self._open(shard)
+        for file, shard in enumerate(self._shards):
+            self._open(shard, file)
         self.tensors: dict[str, tuple[int, ...]] = {name: part.shape for name, part in self._stored.items()}
 
-    def _open(self, shard: Path) -> None:
+    def _open(self, shard: Path, file: int) -> None:
         try:
             handle: Any = safe_open(str(shard), framework="pt")
             for name in handle.keys():  # noqa: SIM118 (the handle is not iterable)
-                shape = tuple(handle.get_slice(name).get_shape())
-                self._stored.update(_parts(_Stored(handle, name, shape)))
+                if self._sees_images and _IMAGE_PART.match(name):
+                    continue
+                stored = _Stored(handle, name, tuple(handle.get_slice(name).get_shape()), file)
+                self._stored.update(_parts(_text_name(name) if self._sees_images else name, stored))
         except (OSError, SafetensorError) as exc:
             raise ConfigError(f"expected a safetensors file but could not read {shard}: {exc}") from exc
+
+    def file_of(self, name: str) -> int:
+        return self._stored[name].file
 
     def read_into(self, name: str, target: Tensor, part: Part) -> None:
         """Copy the part from the mapped file, converted. Raises ConfigError if it is not floating-point."""
@@ -94,18 +109,25 @@ class HfSource:
         raise AssertionError(f"{name}: asked for blocks of a tensor that has none")
 
 
-def _parts(stored: _Stored) -> Iterator[tuple[str, _Stored]]:
-    """The tensors that one of the file holds, by the names of `tensor_names`."""
-    fused = _FUSED.fullmatch(stored.name)
+def _text_name(name: str) -> str:
+    for prefix, text in _TEXT_PART.items():
+        if name.startswith(prefix):
+            return text + name.removeprefix(prefix)
+    return name
+
+
+def _parts(name: str, stored: _Stored) -> Iterator[tuple[str, _Stored]]:
+    """The tensors that one of the file, `name`, holds, by the names of `tensor_names`."""
+    fused = _FUSED.fullmatch(name)
     if fused is None or len(stored.shape) != 3:
-        yield _expert_name(stored.name), stored
+        yield _expert_name(name), stored
         return
     num_experts, rows, columns = stored.shape
     modules = ["gate_proj", "up_proj"] if fused[2] == "gate_up_proj" else ["down_proj"]
     shape = (rows // len(modules), columns)
     for expert in range(num_experts):
         for index, module in enumerate(modules):
-            part = _Stored(stored.handle, stored.name, shape, expert, index * shape[0])
+            part = replace(stored, shape=shape, expert=expert, low=index * shape[0])
             yield f"{fused[1]}.{expert}.{module}.weight", part
 
 

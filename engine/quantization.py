@@ -25,6 +25,7 @@ Quantization = Literal["auto", "none", "int8", "int4"]
 
 GROUP = 32
 """Weights that share a scale."""
+_PIECE_ELEMENTS = 1 << 22
 
 
 class BlockKind(Enum):
@@ -77,7 +78,16 @@ def row_bytes(kind: BlockKind, num_columns: int) -> int:
 
 
 def quantize(weight: Tensor, kind: BlockKind) -> Quantized:
-    """weight [out, in], `in` a multiple of 32 -> the nearest blocks (round to nearest with the scale as stored)."""
+    """weight [out, in], `in` a multiple of 32 -> the nearest blocks (round to nearest with the scale as stored).
+
+    Some rows at a time: what comes between would be several times the matrix.
+    """
+    num_rows = max(1, _PIECE_ELEMENTS // weight.shape[1])
+    pieces = [_blocks(piece, kind) for piece in torch.split(weight, num_rows)]
+    return Quantized(kind, torch.cat(pieces))
+
+
+def _blocks(weight: Tensor, kind: BlockKind) -> Tensor:
     rows, columns = weight.shape
     groups = weight.float().view(rows, columns // GROUP, GROUP)
     match kind:
@@ -93,7 +103,7 @@ def quantize(weight: Tensor, kind: BlockKind) -> Quantized:
             parts = [scale.view(torch.uint8), low.view(torch.uint8), packed]
         case BlockKind.Q4_0:
             raise ValueError("expected Q8_0 or Q4_1: Q4_0 is read, never written")
-    return Quantized(kind, torch.cat(parts, dim=-1).view(rows, -1))
+    return torch.cat(parts, dim=-1).view(rows, -1)
 
 
 def _codes(values: Tensor, scale: Tensor, low: int, high: int) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from contracts.errors import ConfigError
-from engine.gguf_file import GgufFile
+from engine.gguf_file import GgufFile, end_token_ids
 from engine.spec import (
     Experts,
     FactorRope,
@@ -45,28 +45,29 @@ def spec_from_gguf(file: GgufFile, rope_factors: tuple[float, ...] | None = None
         raise ConfigError("GGUF: expected the tensor token_embd.weight but it is missing")
     fields = Fields(file.fields, "GGUF header", f"{name}.")
     is_gemma = name == "gemma3"
-    hidden_size, num_heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
+    hidden_size, num_heads = (
+        fields.integer("embedding_length"),
+        _of_each_layer(fields, "attention.head_count"),
+    )
     require_positive(f"{name}.attention.head_count", num_heads)
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
     if fields.integer("rope.dimension_count", head_dim) != head_dim:
         raise fields.refuse("rope.dimension_count", str(head_dim))
-    # NOTE: end-of-turn is a stop token of its own; models whose eos is end-of-text never stop a chat without it.
-    eos = (*tokenizer.token_ids("eos_token_id"), *tokenizer.token_ids("eot_token_id"))
     layers = _layers(name, fields, file, rope_factors)
     return ModelSpec(
         layers=layers,
         hidden_size=hidden_size,
         num_heads=num_heads,
-        num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
+        num_kv_heads=_of_each_layer(fields, "attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        intermediate_size=fields.integer("feed_forward_length"),
+        intermediate_size=_of_each_layer(fields, "feed_forward_length"),
         vocab_size=file.tensors["token_embd.weight"].shape[0],
         max_position=fields.integer("context_length"),
         norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         attention_scale=_attention_scale(fields, is_gemma, head_dim, hidden_size // num_heads, len(layers)),
         tie_embeddings="output.weight" not in file.tensors,
         bos_token_id=next(iter(tokenizer.token_ids("bos_token_id")), None),
-        eos_token_ids=tuple(dict.fromkeys(eos)),
+        eos_token_ids=end_token_ids(file.fields),
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         out_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
@@ -74,10 +75,22 @@ def spec_from_gguf(file: GgufFile, rope_factors: tuple[float, ...] | None = None
         has_post_norms=is_gemma,
         activation="gelu_tanh" if is_gemma else "silu",
         embedding_scale=math.sqrt(hidden_size) if is_gemma and hidden_size > 0 else 1.0,
-        attention_cap=fields.optional_number("attn_logit_softcapping"),
-        logit_cap=fields.optional_number("final_logit_softcapping"),
+        # Zero is how a header says that there is none.
+        attention_cap=fields.number("attn_logit_softcapping", 0.0) or None,
+        logit_cap=fields.number("final_logit_softcapping", 0.0) or None,
         experts=_experts(fields),
     )
+
+
+def _of_each_layer(fields: Fields, name: str, default: int | None = None) -> int:
+    """One number, or a list that repeats it for each layer."""
+    try:
+        return fields.integer(name, default)
+    except ConfigError:
+        different = set(fields.items(name))
+        if len(different) != 1 or not isinstance(number := different.pop(), int):
+            raise
+        return number
 
 
 def _attention_scale(fields: Fields, is_gemma: bool, head_dim: int, even_dim: int, num_layers: int) -> float:
@@ -95,7 +108,7 @@ def _experts(fields: Fields) -> Experts | None:
     return Experts(
         num_experts,
         fields.integer("expert_used_count"),
-        fields.integer("expert_feed_forward_length", fields.integer("feed_forward_length")),
+        fields.integer("expert_feed_forward_length", _of_each_layer(fields, "feed_forward_length")),
         fields.flag("expert_weights_norm", True),
     )
 

@@ -34,6 +34,7 @@ HF_ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration",
 )
 HF_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -47,6 +48,17 @@ _GEMMA_SCALAR = 256.0
 _GEMMA_GLOBAL_THETA, _GEMMA_LOCAL_THETA = 1_000_000.0, 10_000.0
 _MIXTRAL_THETA, _THETA = 1_000_000.0, 10_000.0
 _QWEN_FIRST_WINDOW_LAYER = 28
+# Of Gemma 3's models that see images; their files give only what differs.
+_GEMMA_TEXT: dict[str, Any] = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+}
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
@@ -55,6 +67,7 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     `eos_token_id` may be a list; merge a generation_config.json's into it before calling.
     Raises ConfigError for an unsupported architecture or feature and for missing or mistyped fields.
     """
+    config = text_config(config)
     fields = Fields(config, "config.json")
     name = architecture_of(config)
     is_gemma = name == "Gemma3ForCausalLM"
@@ -94,6 +107,17 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     )
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config itself; of a model that sees images too, that of its part for text."""
+    if "Gemma3ForConditionalGeneration" not in (config.get("architectures") or ()):
+        return config
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ConfigError(f"config.json: expected 'text_config' to be an object but got {text!r}")
+    tokens = {name: config[name] for name in ("bos_token_id", "eos_token_id") if name in config}
+    return _GEMMA_TEXT | dict(text) | tokens | {"architectures": ["Gemma3ForCausalLM"]}
+
+
 def architecture_of(config: Mapping[str, Any]) -> str:
     """The first of the config's architectures that is supported. Raises ConfigError if there is none."""
     architectures = config.get("architectures") or []
@@ -108,7 +132,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 
 def has_offset_norms(config: Mapping[str, Any]) -> bool:
     """Whether the checkpoint stores norm weights as their distance from one, as Gemma does."""
-    return architecture_of(config) == "Gemma3ForCausalLM"
+    return architecture_of(text_config(config)) == "Gemma3ForCausalLM"
 
 
 def _check_features(fields: Fields) -> None:

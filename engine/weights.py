@@ -1,10 +1,11 @@
 """Weights on their way from a checkpoint into memory.
 
     path ──► TensorSource (HF directory | GGUF file) ──► every name and shape checked, and that it all fits
-                                                          ──► one tensor at a time, converted straight into its place
+                                                          ──► tensor by tensor, converted straight into its place
 
-Projections that read the same input are stored fused (q|k|v and gate|up, rows in this order), so a layer does four
-matrix products. Files are memory-mapped: at no time does a second full copy exist.
+The files of a model that is cut into several are read side by side (engine/reading.py). Projections that read the same
+input are stored fused (q|k|v and gate|up, rows in this order), so a layer does four matrix products. Files are
+memory-mapped: at no time does a second full copy exist.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Protocol
 
 import torch
@@ -24,8 +27,9 @@ from engine.gguf_weights import GgufSource
 from engine.hf_weights import HfSource
 from engine.parallel.shards import WHOLE, Part, Shard, check_degree
 from engine.quantization import GROUP, BlockKind, Quantization, Quantized, quantize, row_bytes
+from engine.reading import Reads
 from engine.spec import ModelSpec
-from engine.tensor_names import expected_tensors, fused_with, layer_norms
+from engine.tensor_names import Shape, expected_tensors, fused_with, layer_norms
 
 Progress = Callable[[int, int], None]
 _SAMPLE_BYTES = 1 << 20
@@ -44,6 +48,9 @@ class TensorSource(Protocol):
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]: ...
+
+    def file_of(self, name: str) -> int:
+        """Which of the files holds the tensor; any numbers that tell them apart."""
 
     def read_into(self, name: str, target: Tensor, part: Part) -> None: ...
 
@@ -255,7 +262,8 @@ class Forms:
 
 
 class _Filler:
-    """Reads tensors one by one into their final, possibly fused, place."""
+    """Reads tensors into their final, possibly fused, place: most matrices when all places are made, norms at once, and
+    what is rounded too, for which memory is planned for one matrix as numbers."""
 
     def __init__(
         self,
@@ -274,6 +282,8 @@ class _Filler:
         self._parts = forms.parts
         self._done = 0
         self._total = num_bytes
+        self._reads = Reads()
+        self._counting = Lock()
 
     def fill(self) -> ModelWeights:
         spec = self._spec
@@ -281,6 +291,7 @@ class _Filler:
         layers = tuple(self._layers(spec))
         final_norm = self._norm("model.norm.weight")
         lm_head = embedding if spec.tie_embeddings else self._linear(["lm_head"], has_bias=False)
+        self._reads.run()
         return ModelWeights(embedding, layers, final_norm, lm_head)
 
     def _layers(self, spec: ModelSpec) -> Iterator[LayerWeights]:
@@ -331,36 +342,47 @@ class _Filler:
 
     def _norm(self, name: str) -> Tensor:
         # Norms run in float32 whatever the model's dtype, so their weights are kept so.
-        return self._fuse([name], torch.float32)
+        norm = torch.empty(self._parts[name].shape, device=self._device)
+        self._read(name, norm)
+        return norm
 
-    def _fuse(self, names: list[str], dtype: torch.dtype | None = None) -> Tensor:
-        parts = [self._parts[name] for name in names]
-        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-        fused = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
-        low = 0
-        for name, part in zip(names, parts, strict=True):
-            self._source.read_into(name, fused[low : low + part.shape[0]], part)
-            low += part.shape[0]
-            self._report(name)
+    def _fuse(self, names: list[str]) -> Tensor:
+        fused, places = self._stack(names, self._parts[names[0]].shape[1:], self._dtype)
+        for name, place in zip(names, places, strict=True):
+            self._reads.add(self._source.file_of(name), partial(self._read, name, place))
         return fused
 
     def _fuse_blocks(self, names: list[str], kind: BlockKind) -> Tensor:
-        parts = [self._parts[name] for name in names]
-        shape = (sum(part.shape[0] for part in parts), row_bytes(kind, parts[0].shape[1]))
-        fused = torch.empty(shape, dtype=torch.uint8, device=self._device)
-        low = 0
-        for name, part in zip(names, parts, strict=True):
-            target = fused[low : low + part.shape[0]]
+        columns = row_bytes(kind, self._parts[names[0]].shape[1])
+        fused, places = self._stack(names, (columns,), torch.uint8)
+        for name, place in zip(names, places, strict=True):
             if self._source.block_kind(name) is kind:
-                self._source.read_blocks(name, target, part)
+                self._reads.add(self._source.file_of(name), partial(self._read_blocks, name, place))
             else:
-                numbers = torch.empty(part.shape)
-                self._source.read_into(name, numbers, part)
-                target.copy_(quantize(numbers, kind).blocks)
-            low += part.shape[0]
-            self._report(name)
+                self._round(name, place, kind)
         return fused
 
+    def _stack(self, names: list[str], columns: Shape, dtype: torch.dtype) -> tuple[Tensor, Sequence[Tensor]]:
+        """A place for the rows of all, and that of each."""
+        rows = [self._parts[name].shape[0] for name in names]
+        stacked = torch.empty((sum(rows), *columns), dtype=dtype, device=self._device)
+        return stacked, torch.split(stacked, rows)
+
+    def _read(self, name: str, place: Tensor) -> None:
+        self._source.read_into(name, place, self._parts[name])
+        self._report(name)
+
+    def _read_blocks(self, name: str, place: Tensor) -> None:
+        self._source.read_blocks(name, place, self._parts[name])
+        self._report(name)
+
+    def _round(self, name: str, place: Tensor, kind: BlockKind) -> None:
+        numbers = torch.empty(self._parts[name].shape)
+        self._source.read_into(name, numbers, self._parts[name])
+        place.copy_(quantize(numbers, kind).blocks)
+        self._report(name)
+
     def _report(self, name: str) -> None:
-        self._done += self._forms.num_bytes(name, self._dtype)
-        self._progress(self._done, self._total)
+        with self._counting:
+            self._done += self._forms.num_bytes(name, self._dtype)
+            self._progress(self._done, self._total)

@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.processors import TemplateProcessing
 
 from contracts.errors import ConfigError
-from engine.gguf_file import read_gguf
+from engine.gguf_file import end_token_ids, read_gguf
 
 # Token types of the format.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
@@ -61,20 +61,20 @@ def read_vocab(path: Path) -> GgufVocab:
         raise ConfigError(f"{path}: expected tokenizer model gpt2 or llama but got {kind!r}")
     tokenizer = builder(meta, pieces)
     _add_tokens(tokenizer, pieces, meta.get("tokenizer.ggml.token_type"))
-    bos_id, eos_id = meta.get("tokenizer.ggml.bos_token_id"), meta.get("tokenizer.ggml.eos_token_id")
-    if meta.get("tokenizer.ggml.add_bos_token", kind == "llama") and bos_id is not None:
+    bos_id = meta.get("tokenizer.ggml.bos_token_id")
+    begins = kind == "llama" or meta.get("tokenizer.ggml.pre") in _BOS_FIRST
+    if meta.get("tokenizer.ggml.add_bos_token", begins) and bos_id is not None:
         tokenizer.post_processor = TemplateProcessing(
             single=f"{pieces[bos_id]} $A", special_tokens=[(pieces[bos_id], bos_id)]
         )
     named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: meta.get(f"tokenizer.ggml.{key}_token_id") for name, key in named.items()}
-    ends = (eos_id, meta.get("tokenizer.ggml.eot_token_id"), meta.get("tokenizer.ggml.eom_token_id"))
     return GgufVocab(
         tokenizer=tokenizer,
         name=str(meta.get("general.name") or path.stem),
         chat_template=meta.get("tokenizer.chat_template"),
         bos_id=bos_id,
-        eos_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
+        eos_ids=end_token_ids(meta),
         special_tokens={name: pieces[i] for name, i in ids.items() if i is not None and i < len(pieces)},
     )
 
@@ -110,9 +110,11 @@ def _split(pattern: str) -> Callable[[], Any]:
     )
 
 
-_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
+_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3", "pixtral")
 # These take a whole word that is in the vocabulary before they look at merges.
 _WHOLE_WORDS_FIRST = (*_LLAMA3_NAMES, "tekken")
+# And these begin a prompt with BOS where the header does not say, as in llama.cpp; so do SentencePiece's.
+_BOS_FIRST = _WHOLE_WORDS_FIRST
 _PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
     "default": _gpt2,
     "gpt-2": _gpt2,
@@ -121,6 +123,7 @@ _PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
     "qwen2": _split(_QWEN2),
     "deepseek-r1-qwen": _split(_QWEN2),
     "tekken": _split(_TEKKEN),
+    "smaug-bpe": _split(_LLAMA3),  # finetunes of Llama 3 with a tokenizer of their own
     **dict.fromkeys(_LLAMA3_NAMES, _split(_LLAMA3)),
 }
 
@@ -144,7 +147,7 @@ def _sentencepiece(meta: dict[str, Any], pieces: list[str]) -> Tokenizer:
             byte_fallback=True,
         )
     )
-    has_prefix = bool(meta.get("tokenizer.ggml.add_space_prefix", True))
+    has_prefix = bool(meta.get("tokenizer.ggml.add_space_prefix", not is_gemma))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if has_prefix:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from contracts.errors import ConfigError
 from engine.kernels import reference
@@ -163,6 +164,36 @@ def test_experts_are_found_under_the_names_of_the_hub(tmp_path: Path, family: st
     oracle.save_pretrained(tmp_path)
     runner = make_runner(load_model(tmp_path, torch.float32))
     assert_same(runner, oracle, chunks=(len(PROMPT),))
+
+
+@pytest.mark.parametrize("prefix", [None, "language_model.model.", "model.language_model."])
+def test_the_text_part_of_a_model_that_sees_images_is_one(tmp_path: Path, prefix: str | None) -> None:
+    """Gemma 3 from 4B on, as `save_pretrained` writes it and by either version's names."""
+    from transformers import (
+        Gemma3Config,
+        Gemma3ForConditionalGeneration,
+        Gemma3TextConfig,
+        SiglipVisionConfig,
+    )
+
+    text = {name: value for name, value in family_config("gemma3").items() if value is not None}
+    eyes = SiglipVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28
+    )
+    config = Gemma3Config(
+        text_config=Gemma3TextConfig(**text).to_dict(), vision_config=eyes.to_dict(), mm_tokens_per_image=1
+    )
+    torch.manual_seed(0)
+    oracle = Gemma3ForConditionalGeneration(config).eval()
+    oracle.save_pretrained(tmp_path)
+    if prefix is not None:
+        tensors = {
+            name.replace("model.language_model.", prefix): tensor.contiguous()
+            for name, tensor in oracle.state_dict().items()
+            if name != "lm_head.weight"
+        }
+        save_file(tensors, tmp_path / "model.safetensors")
+    assert_same(make_runner(load_model(tmp_path, torch.float32)), oracle, chunks=(16, len(PROMPT)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

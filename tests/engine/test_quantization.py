@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from contracts.errors import ConfigError
 from engine import quantization, weights
-from engine.quantization import BlockKind, resolve_quantization
+from engine.quantization import BlockKind, quantize, resolve_quantization
 from engine.weights import Linear, LoadedModel, load_model
 from tests.engine.tiny_models import FAMILIES, family_config, make_config, make_oracle, write_gguf, write_hf
 
@@ -63,6 +65,31 @@ def test_float_weights_are_rounded_when_asked_and_the_vocabulary_to_8_bits(
         span = numbers(theirs).amax() - numbers(theirs).amin()
         assert (numbers(ours) - numbers(theirs)).abs().max() < span / (200 if index < 2 else 20)
     assert all(m.quantized is None for m in matrices(load_model(path, torch.float32, quantization="auto")))
+
+
+class LargestResult(TorchDispatchMode):
+    """Bytes of the largest tensor that an operation returns."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.num_bytes = max(self.num_bytes, result.nbytes)
+        return result
+
+
+@pytest.mark.parametrize("kind", [BlockKind.Q4_1, BlockKind.Q8_0])
+def test_rounding_a_matrix_needs_little_memory_beyond_its_blocks(
+    kind: BlockKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantization, "_PIECE_ELEMENTS", 1 << 14)
+    weight = torch.randn(4096, 64)
+    with LargestResult() as seen:
+        blocks = quantize(weight, kind).blocks
+    assert seen.num_bytes == blocks.nbytes < weight.nbytes / 3
+    rows = [quantize(weight[low : low + 1000], kind).blocks for low in range(0, 4096, 1000)]
+    assert torch.equal(blocks, torch.cat(rows))
 
 
 def test_rows_that_are_no_whole_blocks_stay_numbers(tmp_path: Path) -> None:

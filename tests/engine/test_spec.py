@@ -155,6 +155,35 @@ def test_what_cannot_be_computed_is_refused_by_name(changes: dict[str, Any], mes
         spec_from_hf(make_config(**changes))
 
 
+def test_a_model_that_sees_images_is_its_text_part() -> None:
+    """The config of Gemma 3 4B, which leaves out what is as usual."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "eos_token_id": [1, 106],
+        "text_config": text,
+    }
+    spec = spec_from_hf(config)
+    assert (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (
+        34,
+        2560,
+        8,
+        4,
+        256,
+    )
+    assert (spec.vocab_size, spec.max_position, spec.eos_token_ids) == (262_208, 131_072, (1, 106))
+    assert spec.layers[5] == LayerSpec(Rope(1e6, LinearRope(8.0)))
+    assert spec.layers[4] == LayerSpec(Rope(1e4), window=1024)
+    with pytest.raises(ConfigError, match="'text_config' to be an object but got None"):
+        spec_from_hf(config | {"text_config": None})
+
+
 def test_gguf_header_gives_every_number() -> None:
     spec = spec_from_gguf(make_gguf(tokenizer__ggml__eot_token_id=9, tokenizer__ggml__bos_token_id=1))
     assert (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (
@@ -167,6 +196,33 @@ def test_gguf_header_gives_every_number() -> None:
     assert (spec.intermediate_size, spec.vocab_size, spec.max_position) == (64, 96, 128)
     assert (spec.layers[0].rope, spec.tie_embeddings) == (Rope(10000.0), True)
     assert (spec.bos_token_id, spec.eos_token_ids) == (1, (2, 9))
+
+
+def test_numbers_of_layers_may_be_a_list_of_equals() -> None:
+    """As newer converters write them; layers that differ are another family."""
+    spec = spec_from_gguf(
+        make_gguf(
+            llama__attention__head_count=[4, 4],
+            llama__attention__head_count_kv=[2, 2],
+            llama__feed_forward_length=[64, 64],
+        )
+    )
+    assert (spec.num_heads, spec.num_kv_heads, spec.intermediate_size) == (4, 2, 64)
+    for value in ([2, 4], [], [2.0, 2.0], "2"):
+        with pytest.raises(ConfigError, match=r"'llama.attention.head_count_kv' to be"):
+            spec_from_gguf(make_gguf(llama__attention__head_count_kv=value))
+
+
+def test_a_cap_of_zero_is_none() -> None:
+    spec = spec_from_gguf(make_gguf(llama__attn_logit_softcapping=0.0, llama__final_logit_softcapping=0.0))
+    assert (spec.attention_cap, spec.logit_cap) == (None, None)
+
+
+def test_how_a_turn_ends_is_told_by_the_spelling_where_the_header_does_not_say() -> None:
+    """Gemma's files name <eos>, base models' the end of a document."""
+    pieces = ["<pad>", "<eos>", "<|endoftext|>", "<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|im_start|>"]
+    spec = spec_from_gguf(make_gguf(tokenizer__ggml__tokens=pieces, tokenizer__ggml__eos_token_id=1))
+    assert spec.eos_token_ids == (1, 2, 3, 4, 5)
 
 
 def test_gguf_rope_factors_win_over_the_header() -> None:

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from safetensors.torch import save_file
 
 from contracts.errors import ConfigError
 from engine.gguf_file import read_gguf
+from engine.hf_weights import HfSource
 from engine.parallel.shards import Part
 from engine.weights import LoadedModel, load_model, open_source, resolve_dtype
 from tests.engine.tiny_models import checkpoint_tensors, make_config, make_oracle, write_gguf, write_hf
@@ -75,21 +78,51 @@ def test_expanding_a_tensor_needs_little_memory_beyond_its_place(tmp_path: Path)
     assert peak_bytes < 2 << 20
 
 
+def write_two_shards(directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, held in shards.items():
+        save_file({name: tensors[name] for name in held}, directory / file)
+    index = {"weight_map": {name: file for file, held in shards.items() for name in held}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    (directory / "config.json").write_text(json.dumps(config))
+
+
 def test_shards_named_by_an_index_are_one_checkpoint(tmp_path: Path) -> None:
     config = make_config()
     oracle = make_oracle(config)
     whole = load_model(write_hf(tmp_path / "whole", config, oracle), torch.float32)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    tensors = checkpoint_tensors(oracle)
-    names = sorted(tensors)
-    halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-    for file, part in halves.items():
-        save_file({name: tensors[name] for name in part}, tmp_path / file)
-    index = {"weight_map": {name: file for file, part in halves.items() for name in part}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_two_shards(tmp_path, config, checkpoint_tensors(oracle))
     sharded = load_model(tmp_path, torch.float32)
     for left, right in zip(all_tensors(whole), all_tensors(sharded), strict=True):
         assert torch.equal(left, right)
+
+
+def test_shards_are_read_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The readers of both files meet within their first read."""
+    config = make_config()
+    write_two_shards(tmp_path, config, checkpoint_tensors(make_oracle(config)))
+    meeting, begun, read_into = threading.Barrier(2), set(), HfSource.read_into
+
+    def meet(source: HfSource, name: str, target: torch.Tensor, part: Part) -> None:
+        if not name.endswith("norm.weight") and (file := source.file_of(name)) not in begun:
+            begun.add(file)
+            meeting.wait(timeout=10.0)
+        read_into(source, name, target, part)
+
+    monkeypatch.setattr(HfSource, "read_into", meet)
+    load_model(tmp_path, torch.float32)
+    assert begun == {0, 1}
+
+
+def test_a_shard_that_cannot_be_read_ends_the_reading_of_all(tmp_path: Path) -> None:
+    config = make_config()
+    tensors = checkpoint_tensors(make_oracle(config))
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name] = tensors[name].to(torch.int8)
+    write_two_shards(tmp_path, config, tensors)
+    with pytest.raises(ConfigError, match=f"{name}: expected floating-point weights but got torch.int8"):
+        load_model(tmp_path, torch.float32)
 
 
 def test_other_weights_beside_the_model_are_not_read(tmp_path: Path) -> None:

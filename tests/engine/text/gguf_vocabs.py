@@ -18,8 +18,11 @@ CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 DEFINED = ["<think>", "</think>"]
 
 
-def write_byte_level(path: Path, architecture: str, pre: str) -> Path:
-    """Merges as BPE files have them, learnt within words of GPT-2's rule; SmolLM's never join digits."""
+def write_byte_level(
+    path: Path, architecture: str, pre: str, bos: str | None = None, add_bos: bool | None = None
+) -> Path:
+    """Merges as BPE files have them, learnt within words of GPT-2's rule; SmolLM's never join digits. `bos`: one of
+    CONTROL."""
     trained = Tokenizer(models.BPE())
     rules = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
     if pre == "smollm":
@@ -37,10 +40,14 @@ def write_byte_level(path: Path, architecture: str, pre: str) -> Path:
     writer.add_token_types([1] * len(pieces) + [3] * len(CONTROL) + [4] * len(DEFINED))
     writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
     writer.add_eos_token_id(len(pieces))
+    if bos is not None:
+        writer.add_bos_token_id(len(pieces) + CONTROL.index(bos))
+    if add_bos is not None:
+        writer.add_add_bos_token(add_bos)
     return _end(writer, path)
 
 
-def write_sentencepiece(path: Path, architecture: str, has_prefix: bool) -> Path:
+def write_sentencepiece(path: Path, architecture: str, has_prefix: bool | None) -> Path:
     """Scores as SentencePiece gives them: the earlier a merge, the higher; single characters last. Gemma's file is
     in the order of its merges, spells runs of spaces as spaces, and its scores say nothing."""
     is_gemma = architecture.startswith("gemma")
@@ -69,7 +76,8 @@ def write_sentencepiece(path: Path, architecture: str, has_prefix: bool) -> Path
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    writer.add_add_space_prefix(has_prefix)
+    if has_prefix is not None:
+        writer.add_add_space_prefix(has_prefix)
     return _end(writer, path)
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from engine.gguf_file import end_token_ids, read_gguf
 from engine.text.tokenizer import TextModel, load_text
 from tests.engine.text.gguf_vocabs import CONTROL, DEFINED, write_byte_level, write_sentencepiece
 
@@ -40,8 +41,11 @@ KINDS = {
     "qwen3": ("qwen3", True),
     "smollm": ("llama", True),
     "tekken": ("llama", True),
+    "smaug-bpe": ("llama", True),
+    "pixtral": ("llama", True),
     "llama-2": ("llama", False),
     "gemma": ("gemma3", False),
+    "gemma without the flag": ("gemma3", False),
 }
 
 
@@ -55,7 +59,9 @@ def both(kind: str) -> tuple[TextModel, Any]:
     if is_byte_level:
         write_byte_level(path, architecture, "qwen2" if kind == "qwen3" else kind)
     else:
-        write_sentencepiece(path, architecture, has_prefix=kind != "gemma")
+        # Gemma's family has no prefix, whether its file says so or not.
+        has_prefix = {"llama-2": True, "gemma": False, "gemma without the flag": None}[kind]
+        write_sentencepiece(path, architecture, has_prefix)
     pair = load_text(path), AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     path.unlink()
     path.parent.rmdir()
@@ -87,6 +93,34 @@ def test_a_sentencepiece_vocabulary_begins_with_bos(kind: str) -> None:
     ours, library = both(kind)
     assert ours.encode("hi") == library.encode("hi")
     assert ours.encode("hi")[0] == ours.bos_id
+
+
+@pytest.mark.parametrize(
+    ("pre", "flag", "begins"),
+    [
+        ("llama-bpe", None, True),
+        ("tekken", None, True),
+        ("qwen2", None, False),
+        ("smollm", None, False),
+        ("llama-bpe", False, False),
+        ("qwen2", True, True),
+    ],
+)
+def test_a_prompt_begins_with_bos_where_the_header_or_the_family_says(
+    pre: str, flag: bool | None, begins: bool, tmp_path: Path
+) -> None:
+    """Many files of Llama 3 and Mistral leave the flag out; llama.cpp knows these families by their pre-tokenizer."""
+    text = load_text(write_byte_level(tmp_path / "x.gguf", "llama", pre, bos=CONTROL[1], add_bos=flag))
+    ids = text.encode("hi")
+    assert (ids[0] == text.bos_id) is begins
+    assert text.bos_id not in text.encode("hi", add_special_tokens=False)
+
+
+def test_engine_and_tokenizer_end_an_output_with_the_same_tokens(tmp_path: Path) -> None:
+    path = write_byte_level(tmp_path / "x.gguf", "qwen2", "qwen2")
+    text = load_text(path)
+    assert {text.token_text(i) for i in text.eos_ids} == {"<|endoftext|>", "<|im_end|>"}
+    assert end_token_ids(read_gguf(path).fields) == (text.token_id(CONTROL[0]), text.token_id(CONTROL[2]))
 
 
 def test_runs_of_spaces_keep_the_ids_of_the_model() -> None:
