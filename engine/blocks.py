@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from contracts.blocks import BlockAudit, BlockOwner, block_hashes, num_blocks_for
+from contracts.blocks import BlockAudit, BlockOwner, block_hashes, num_blocks_for, num_shared_at_most
 from contracts.errors import ConfigError
 
 
@@ -95,7 +95,7 @@ class BlockPool:
         """
         assert num_tokens >= len(token_ids) > 0
         hashes = block_hashes(token_ids, self.block_size, salt)
-        max_shared = (len(token_ids) - 1) // self.block_size
+        max_shared = num_shared_at_most(len(token_ids), self.block_size)
         with self._lock:
             shared = self._longest_prefix(hashes[:max_shared])
             num_fresh = num_blocks_for(num_tokens, self.block_size) - len(shared)
