@@ -58,6 +58,7 @@ from worker.phases import PhaseFactory, Phases
 from worker.progress import shown_graphs, shown_weights
 from worker.ranks import RankZero, StartRank, gather_ranks
 from worker.steps import StepMeter
+from worker.sweep import Limits, seed
 from worker.watchdog import AwakeClock, Watchdog
 
 logger = logging.getLogger("baton.worker")
@@ -156,6 +157,9 @@ class Worker:
         self._server = ChannelServer(self._hello, self._secret, self._serve)
         port = await self._server.start(host)
         self._engine.start()
+        if self._config.slo.is_set:
+            limits = Limits.of(self._config.engine, self._pool, max_model_len(self._config, model.spec))
+            await seed(self._steps, self._engine, self._runner, limits)
         self._watchdog.start()
         self._spawn(self._beat())
         # While this worker is found and its paths are tested: nobody streams from it yet.
