@@ -24,6 +24,10 @@ from engine.spec import ModelSpec
 from engine.spec_hf import has_offset_norms, spec_from_hf
 
 _INDEX = "model.safetensors.index.json"
+WORD_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+"""Beside weights and their description, what decides which tokens a text is, and which one ends it."""
 _WHOLE = "model.safetensors"
 _MIXTRAL_EXPERT = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
@@ -62,7 +66,8 @@ class HfSource:
         self.spec: ModelSpec = spec_from_hf(_with_generation_config(config, directory))
         self._has_offset_norms = has_offset_norms(config)
         self._shards = _shards(directory)
-        self.files: Sequence[Path] = [directory / "config.json", *self._shards]
+        words = [path for name in WORD_FILES if (path := directory / name).is_file()]
+        self.files: Sequence[Path] = [directory / "config.json", *words, *self._shards]
         self._stored: dict[str, _Stored] = {}
         for shard in self._shards:
             self._open(shard)
