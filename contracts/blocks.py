@@ -85,6 +85,11 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
+def num_shared_at_most(num_tokens: int, block_size: int) -> int:
+    """Blocks of a prompt that a cache can supply: whole ones, and not the last token, whose logits are wanted."""
+    return (num_tokens - 1) // block_size
+
+
 def block_hashes(
     token_ids: Sequence[int], block_size: int, salt: str = "", parent: bytes = b""
 ) -> list[bytes]:

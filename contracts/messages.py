@@ -11,6 +11,7 @@ Version log (bump PROTOCOL_VERSION when an old peer would misread a message; new
        handoff may end with more tokens than it began with
     5  Tokens are tuples
     6  Keep: slots that a connection holds; Data may follow Open at once
+    7  Cached: what a worker's prefix cache has gained and lost
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from contracts.blocks import BlockAudit, BlockOwner, KvLayout
+from contracts.cached import Cached
 from contracts.errors import WireError
 from contracts.request import Finished, GenerateRequest, Token
 from contracts.roles import Duty, Orders
 from contracts.steps import StepReport
 from contracts.ticket import Ticket
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 Role = Literal["prefill", "decode"]
 
@@ -68,9 +70,7 @@ class Hello:
     data_address: str = ""  # kv only: where the accepting side's transports listen, "name=address …"
     bind_token: bytes = b""  # kv only: which accepted data link belongs to this connection
     slot_bytes: int = 0  # kv only: size of one staging slot, an upper bound for one Data; 0: not told
-    wire_dtype: str = (
-        ""  # kv only: "fp8": KV may be rounded on its way (kvtransfer/fp8.py); else as the layout says
-    )
+    wire_dtype: str = ""  # kv only: "fp8": KV may be rounded (kvtransfer/fp8.py); "": as the layout says
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,6 +395,6 @@ class Pong:
 Message = (
     Hello | Proof | Refusal
     | Reserve | Prefill | Migrate | Cancel | Peers | Orders | AskAudit
-    | Reserved | Tokens | HandedOff | Stayed | Ended | Status | AuditReply
+    | Reserved | Tokens | HandedOff | Stayed | Ended | Status | AuditReply | Cached
     | Open | Want | Keep | Grant | Data | ChunkDone | Fin | Commit | Abort | AbortOk | Probe | ProbeDone | Ping | Pong
 )  # fmt: skip

@@ -16,9 +16,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+from contracts.cached import Cached
 from contracts.config import BatonConfig
 from contracts.errors import DrainingError, OverloadedError, WorkerLostError
 from contracts.messages import Hello, Peers, Role, WorkerInfo
@@ -46,7 +47,7 @@ MAX_DECODE_PEERS = 8
 
 
 class Fleet:
-    """Owns every `WorkerLink` and its task."""
+    """Owns every `WorkerLink` and its task. `on_cached`: of each link, see there."""
 
     def __init__(self, config: BatonConfig, secret: bytes) -> None:
         self._config = config
@@ -66,6 +67,7 @@ class Fleet:
         self._asking: dict[str, asyncio.TimerHandle] = {}
         self._overdue: set[str] = set()  # leaving workers whose requests have to move
         self._is_closed = False
+        self.on_cached: Callable[[str, Cached], None] = lambda _worker_id, _news: None
         self._views = Views(lambda worker_id: self._links.get(worker_id), self._is_usable)
 
     def sync(self, role: Role, workers: Iterable[WorkerInfo]) -> None:
@@ -84,6 +86,7 @@ class Fleet:
                     self._link_changed,
                     self._views.changed,
                 )
+                link.on_cached = self._cached
                 self._links[worker_id] = link
                 self._tasks[worker_id] = asyncio.create_task(link.run(), name=f"link-{worker_id}")
         for link in list(self._links.values()):
@@ -205,6 +208,9 @@ class Fleet:
         if self._overdue:
             self._move_requests()
         self._wake()
+
+    def _cached(self, worker_id: str, news: Cached) -> None:
+        self.on_cached(worker_id, news)
 
     def _note_leaving(self, link: WorkerLink) -> None:
         worker_id, role = link.info.worker_id, link.info.role

@@ -85,6 +85,7 @@ class Flow:
         self._eos_ids = eos_ids
         self.predictor = Predictor(config)
         """Chooses workers, and remembers why."""
+        fleet.on_cached = self.predictor.cached
         self._asked: dict[str, Ask] = {}  # of those in the line, by attempt
         self._line: Line[Run] = Line(
             config.coordinator.max_queue,

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from contracts.cached import Cached
 from contracts.channel import Channel, connect
 from contracts.errors import BatonError, EngineError, ProtocolError, WorkerLostError, from_wire
 from contracts.messages import (
@@ -54,7 +55,8 @@ MAX_BACKOFF_S = 1.0
 class WorkerLink:
     """One worker as this coordinator sees it. `run` is its owner task.
 
-    `on_change(link)` fires whenever its state changes or its load falls, `on_load(worker_id)` at any change of both.
+    `on_change(link)` fires whenever its state changes or its load falls, `on_load(worker_id)` at any change of both,
+    `on_cached(worker_id, news)` with what it tells of its prefix cache: nothing is known of that of a lost one.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class WorkerLink:
         self._timeout_s = timeout_s
         self._on_change = on_change
         self._on_load = on_load
+        self.on_cached: Callable[[str, Cached], None] = lambda _worker_id, _news: None
         self._channel: Channel | None = None
         self._sinks: dict[str, Callable[[Event], None]] = {}
         self._num_tokens: dict[str, int] = {}
@@ -234,6 +237,8 @@ class WorkerLink:
                 if message.incarnation == self.info.incarnation:
                     self.status = message
                     self._changed()
+            case Cached():
+                self.on_cached(self.info.worker_id, message)
             case AuditReply(call_id):
                 future = self._audits.get(call_id)
                 if future is not None and not future.done():
@@ -249,6 +254,7 @@ class WorkerLink:
     def _lose(self, error: WorkerLostError) -> None:
         self._channel = None
         self.status = None
+        self.on_cached(self.info.worker_id, Cached(is_all=True))
         self.give_up(error)
         for future in self._audits.values():
             if not future.done():

@@ -5,8 +5,8 @@
     no promise, a worker that is still learning, or no option whatever comes ──► the rule of load (placement.py)
 
 So a promise guides, and refuses nobody unless `slo.refuse` says so; a fleet that has just started is placed by load.
-Whichever way, the answer is the same. What each worker holds of a prompt is known from the requests sent there; what it
-has evicted since then shows when it grants a reservation, and is forgotten here.
+Whichever way, the answer is the same. What each worker holds of a prompt it tells itself, prompts and answers of all
+ingress replicas; before it does, the requests sent there and its grants say it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from contracts.blocks import block_hashes
+from contracts.cached import Cached, keys_in
 from contracts.config import BatonConfig
 from contracts.request import GenerateRequest
 from contracts.roles import RoleLabel
@@ -162,6 +163,15 @@ class Predictor:
             for worker_id in worker_ids:
                 self._known.add(worker_id)
                 self._index.add(worker_id, keys)
+
+    def cached(self, worker_id: str, news: Cached) -> None:
+        """Its own word, whoever's requests filled its cache."""
+        if self._slo.is_set:
+            if news.is_all:
+                self._index.drop_worker(worker_id)
+            self._index.remove(worker_id, keys_in(news.evicted))
+            if news.stored:  # a lost worker gets no place in the index
+                self._index.add(worker_id, keys_in(news.stored))
 
     def _remember(
         self, ask: Ask, rule: str, verdict: str, placement: Placement | None, weighed: _Weighed

@@ -20,21 +20,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from contracts.blocks import num_shared_at_most
 from contracts.config import BatonConfig
-from contracts.errors import (
-    BatonError,
-    DeadlineError,
-    DrainingError,
-    Fault,
-    OverloadedError,
-    WorkerLostError,
-)
+from contracts.errors import BatonError, DeadlineError, DrainingError, Fault, OverloadedError, WorkerLostError
 from contracts.messages import HandedOff, Prefill, Reserve, Reserved, Role, Stayed
 from contracts.request import Finished, GenerateRequest, Token, TokenSink
 from contracts.ticket import sign
 from coordinator.alarm import Alarm
 from coordinator.links import Event, MoveOn, WorkerLink
 from coordinator.move import RETRY_S, Find, Move, as_moved, ticket_of
+from coordinator.story import Spoken
 
 Hold = Callable[[Role, str, str], None]
 """(role, replica_id, request_id): enter the request in Serve's books on that worker, which ends the entry itself."""
@@ -65,15 +60,6 @@ class Means:
     """(request_id, from, to): another worker decodes it from now on."""
     was_read: Callable[[Run], None]
     """Its first token is here: its reader is open for the next prompt."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spoken:
-    """What an attempt gave: its tokens, and when the first and the last of them came."""
-
-    token_ids: tuple[int, ...]
-    first_s: float
-    last_s: float
 
 
 class Run:
@@ -206,7 +192,17 @@ class Run:
         if not isinstance(event, Reserved) or link is not self.decode:
             raise Fault(f"expected a reservation but {link.info.worker_id} sent {type(event).__name__}")
         self._num_cached = event.num_cached_tokens
+        size = self.decode.info.layout.block_size
+        num_shared = size * num_shared_at_most(self.request.num_known_tokens, size)
+        if self.prefill is not None and 0 < self._num_cached == num_shared:
+            self._read_at_decode(self.prefill)
         self._granted.set_result(None)
+
+    def _read_at_decode(self, reader: WorkerLink) -> None:
+        """Decode holds all that it can hold: what is left of a block it reads sooner than anybody sends it."""
+        del self._open[reader]
+        reader.close(self._ids.pop(reader), cancel=False)
+        self.prefill, self.handoff_s = None, 0.0
 
     def _hear_token(self, link: WorkerLink, token: Token) -> None:
         """Tokens go on by index, whichever worker sent them first."""

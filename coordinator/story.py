@@ -10,11 +10,20 @@ Workers keep nothing that is needed here: the draw is keyed by (seed, position),
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from contracts.ends import end_after
 from contracts.errors import BatonError, DrainingError, EngineError, TryAgain
 from contracts.request import Finished, GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Spoken:
+    """What an attempt gave: its tokens, and when the first and the last of them came."""
+
+    token_ids: tuple[int, ...]
+    first_s: float
+    last_s: float
 
 
 class Story:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from contracts.blocks import BlockAudit, BlockOwner, block_hashes, num_blocks_for
+from contracts.blocks import BlockAudit, BlockOwner, block_hashes, num_blocks_for, num_shared_at_most
 from contracts.errors import ConfigError
 
 
@@ -73,6 +73,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._holds: set[Hold] = set()
+        self._news: dict[bytes, bool] | None = None  # hash -> whether it is indexed now, since `take_news`
 
     @property
     def num_available(self) -> int:
@@ -94,7 +95,7 @@ class BlockPool:
         """
         assert num_tokens >= len(token_ids) > 0
         hashes = block_hashes(token_ids, self.block_size, salt)
-        max_shared = (len(token_ids) - 1) // self.block_size
+        max_shared = num_shared_at_most(len(token_ids), self.block_size)
         with self._lock:
             shared = self._longest_prefix(hashes[:max_shared])
             num_fresh = num_blocks_for(num_tokens, self.block_size) - len(shared)
@@ -162,7 +163,26 @@ class BlockPool:
                 if key not in self._block_of and block_id not in self._hash_of:
                     self._block_of[key] = block_id
                     self._hash_of[block_id] = key
+                    self._note(key, True)
             hold.num_published = num_full
+
+    def watch(self) -> None:
+        """From now on remember, for `take_news`, which blocks are indexed and evicted."""
+        self._news = {}
+
+    def take_news(self) -> tuple[list[bytes], list[bytes]]:
+        """Hashes that were indexed, and that were evicted, since the last call; of one that was both, the last word."""
+        with self._lock:
+            news = self._news or {}
+            if news:
+                self._news = {}
+        stored = [key for key, is_stored in news.items() if is_stored]
+        return stored, [key for key, is_stored in news.items() if not is_stored]
+
+    def indexed(self) -> list[bytes]:
+        """Hashes of all blocks that a request could share now. O(blocks)."""
+        with self._lock:
+            return list(self._block_of)
 
     def audit(self) -> BlockAudit:
         """Every block in its strongest state. O(held blocks)."""
@@ -221,6 +241,12 @@ class BlockPool:
             block_id = self._free.popleft()
         else:
             block_id, _ = self._idle.popitem(last=False)
-            del self._block_of[self._hash_of.pop(block_id)]
+            key = self._hash_of.pop(block_id)
+            del self._block_of[key]
+            self._note(key, False)
         self._refs[block_id] = 1
         return block_id
+
+    def _note(self, key: bytes, is_stored: bool) -> None:
+        if self._news is not None:
+            self._news[key] = is_stored

@@ -24,6 +24,10 @@ from engine.spec import ModelSpec
 from engine.spec_hf import has_offset_norms, spec_from_hf, text_config
 
 _INDEX = "model.safetensors.index.json"
+WORD_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+"""Beside weights and their description, what decides which tokens a text is, and which one ends it."""
 _WHOLE = "model.safetensors"
 _MIXTRAL_EXPERT = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 # Of a model that sees images too, by its writer's version.
@@ -72,7 +76,8 @@ class HfSource:
         self._has_offset_norms = has_offset_norms(config)
         self._sees_images = text_config(config) is not config
         self._shards = _shards(directory)
-        self.files: Sequence[Path] = [directory / "config.json", *self._shards]
+        words = [path for name in WORD_FILES if (path := directory / name).is_file()]
+        self.files: Sequence[Path] = [directory / "config.json", *words, *self._shards]
         self._stored: dict[str, _Stored] = {}
         for file, shard in enumerate(self._shards):
             self._open(shard, file)

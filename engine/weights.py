@@ -33,6 +33,7 @@ from engine.tensor_names import Shape, expected_tensors, fused_with, layer_norms
 
 Progress = Callable[[int, int], None]
 _SAMPLE_BYTES = 1 << 20
+_LARGE_BYTES = 64 << 20  # more than any tokenizer
 _ROUTER = ".mlp.gate.weight"
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
@@ -200,15 +201,18 @@ def open_source(path: Path) -> TensorSource:
 
 
 def fingerprint_files(files: Sequence[Path]) -> str:
-    """sha256 over each file's name, size, first and last MiB: cheap, and different for any two real checkpoints."""
+    """sha256 over each file's name, size, and content: of a large one the first and last MiB, which is cheap and
+    differs for any two real checkpoints.
+    """
     digest = hashlib.sha256()
     for file in sorted(files, key=lambda file: file.name):
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())
         with file.open("rb") as stream:
-            digest.update(stream.read(_SAMPLE_BYTES))
-            stream.seek(max(0, size - _SAMPLE_BYTES))
-            digest.update(stream.read(_SAMPLE_BYTES))
+            if size > _LARGE_BYTES:
+                digest.update(stream.read(_SAMPLE_BYTES))
+                stream.seek(size - _SAMPLE_BYTES)
+            digest.update(stream.read())
     return digest.hexdigest()
 
 

@@ -28,13 +28,15 @@ from kvtransfer.shm import ShmTransport
 from kvtransfer.tcp import TcpTransport
 from kvtransfer.transport import Link, LinkClosed, Transport
 from kvtransfer.ucx import UcxTransport
+from kvtransfer.wires import promised_gigabytes_per_s
 
 logger = logging.getLogger("baton.kvtransfer")
 
 ON_ONE_HOST = ("memory", "shm")
 LEAST_SHARE_OF_MEMCPY = 0.1
 LEAST_JUDGED_BYTES = 1 << 20  # a shorter self-test measures the messages around it
-LEAST_GIGABYTES_PER_S = 0.05  # of a network path: half of what a wire of 1 Gbit/s carries
+LEAST_SHARE_OF_WIRE = 0.1
+LEAST_GIGABYTES_PER_S = 0.05  # of any network path: half of what a wire of 1 Gbit/s carries
 _COPY_BYTES = 8 << 20
 
 
@@ -136,9 +138,13 @@ def _has_link(task: asyncio.Task[Link]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
 
 
-def least_gigabytes_per_s(name: str) -> float:
-    """The speed under which a path of this kind is not what it should be; for shm it measures the host now."""
-    return LEAST_SHARE_OF_MEMCPY * memcpy_gigabytes_per_s() if name == "shm" else LEAST_GIGABYTES_PER_S
+def least_gigabytes_per_s(name: str, host: str) -> float:
+    """The speed under which a path of this kind from `host`, our address, is not what the hardware promises; for shm it
+    measures the memory now.
+    """
+    if name == "shm":
+        return LEAST_SHARE_OF_MEMCPY * memcpy_gigabytes_per_s()
+    return max(LEAST_GIGABYTES_PER_S, LEAST_SHARE_OF_WIRE * promised_gigabytes_per_s(name, host))
 
 
 def memcpy_gigabytes_per_s() -> float:

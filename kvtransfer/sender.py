@@ -293,7 +293,7 @@ class Sender:
     def _judge(self, speed: float) -> PeerStatus:
         """Ready; and what an operator should know about the path. `speed` in GB/s."""
         is_judged = self._config.probe_bytes >= LEAST_JUDGED_BYTES
-        least = least_gigabytes_per_s(self._path_name) if is_judged else 0.0
+        least = least_gigabytes_per_s(self._path_name, self._paths.host) if is_judged else 0.0
         is_slow = speed < least
         notes = [f"{name} is not used: {why}" for name, why in self._failed.items()]
         if is_slow:

@@ -320,6 +320,9 @@ class Desk:
             _end(reply, request.request_id, error)
             return
         hold, known = entry.hold, entry
+        if entry.incoming is not None:
+            entry.incoming.cancel(None)  # nothing comes: all but the end of the prompt was here
+            entry.incoming = None
 
         def start(grammar: GrammarState | None) -> None:
             self._enter_engine(known)

@@ -1,10 +1,11 @@
 """What this worker's steps cost, learnt from the steps themselves: `policy.step_model` on live numbers.
 
-    warming up: FIRST_STEPS steps are gathered ──► a rough model through them ──► each further step corrects it
+    with promises:  a sweep at start-up (sweep.py) ──► a model through it ─────────────┐
+    without:        FIRST_STEPS steps are gathered ──► a rough model through them ──────┴► each further step corrects it
 
-No sweep at start-up: it would make every start longer for what the first requests teach anyway. Until a kind of step
-(decodes alone, steps with prompt tokens) has been seen often enough, the report says that it is not known, and nobody
-decides by it. `stepped` belongs to the engine thread; `report` may be called from any thread.
+Without promises nobody decides by it, and a sweep would only make the start longer. Until a kind of step (decodes
+alone, steps with prompt tokens) has been seen often enough, the report says that it is not known, and nobody decides by
+it. `stepped` belongs to the engine thread; `report` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -27,6 +28,18 @@ class StepMeter:
         self._model: StepModel | None = None
         self._num_decode_steps = 0
         self._num_mixed_steps = 0
+
+    def swept(self, samples: SequenceOf[Sample]) -> None:
+        """Begin with a sweep, which is believed like any first guess: it ran without what is around a real step, and
+        perhaps while others started. Nothing begins if it has too few of a kind.
+        """
+        num_mixed = sum(1 for sample in samples if sample.work.new_tokens)
+        if min(num_mixed, len(samples) - num_mixed) < KNOWN_STEPS:
+            return
+        found = StepModel.from_sweep(samples)
+        self._model = StepModel(found.decode, found.mixed)
+        self._model.margin, self._model.error = found.margin, found.error
+        self._num_decode_steps = self._num_mixed_steps = KNOWN_STEPS
 
     def stepped(self, works: SequenceOf[LoopWork], step_s: float) -> None:
         """A step computed `works`, whose sequences have moved on. A clock that stood still teaches nothing."""

@@ -49,6 +49,7 @@ from engine.text.grammar import LazyGrammars
 from engine.text.tokenizer import load_text
 from engine.weights import LoadedModel
 from kvtransfer.endpoint import KvEndpoint
+from worker.cache_news import CacheNews
 from worker.chunks import ChunkSizer
 from worker.cores import OwnCores
 from worker.desk import Desk
@@ -58,6 +59,7 @@ from worker.phases import PhaseFactory, Phases
 from worker.progress import shown_graphs, shown_weights
 from worker.ranks import RankZero, StartRank, gather_ranks
 from worker.steps import StepMeter
+from worker.sweep import Limits, seed
 from worker.watchdog import AwakeClock, Watchdog
 
 logger = logging.getLogger("baton.worker")
@@ -159,6 +161,9 @@ class Worker:
         if self._config.engine.pin_threads and self._slab.device.type == "cpu":
             self._engine.submit(lambda: self._cores.pin(self._config.engine.compute_threads))
         self._engine.start()
+        if self._config.slo.is_set:
+            limits = Limits.of(self._config.engine, self._pool, max_model_len(self._config, model.spec))
+            await seed(self._steps, self._engine, self._runner, limits)
         self._watchdog.start()
         self._spawn(self._beat())
         # While this worker is found and its paths are tested: nobody streams from it yet.
@@ -250,6 +255,8 @@ class Worker:
         model, self._slab, self._runner = loaded.model, loaded.slab, loaded.runner
         self._slabs = self._ranks.slabs(self._slab)
         self._pool = BlockPool(self._slab.num_blocks, engine.block_size)
+        # Without promises nobody asks where a prefix is.
+        self._cache_news = CacheNews(self._pool) if self._config.slo.is_set else None
         ends = EndRules(model.spec.eos_token_ids, max_model_len(self._config, model.spec))
         self._phases: Phases = self._make_phases(self._pool, engine, ends, self._emit)
         self._sampler = Sampler(model.spec.eos_token_ids, select_draw(self._slab.device))
@@ -279,6 +286,8 @@ class Worker:
     async def _serve(self, channel: Channel, _hello: Hello) -> None:
         self._channels[channel] = channel.peer.sender_id
         try:
+            if self._cache_news is not None:
+                channel.send(self._cache_news.all())
             channel.send(told_to(channel, self._status(), self._desk.requests()))
             while True:
                 self._handle(await channel.receive(), channel)
@@ -333,8 +342,11 @@ class Worker:
             self._soon.cancel()
             self._soon = None
         status, requests = self._status(), self._desk.requests()
+        news = self._cache_news.latest() if self._cache_news is not None else None
         for channel in list(self._channels):
             with contextlib.suppress(WorkerLostError):
+                if news is not None:
+                    channel.send(news)
                 channel.send(told_to(channel, status, requests))
 
     def _status(self) -> Status:

@@ -12,7 +12,7 @@ from benchmarks.result import read_result
 from benchmarks.soak import Soak, checks_of, growth
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 25
+SECONDS = 60
 
 
 def soak_of(kib_per_request: float, files_per_request: float) -> Soak:

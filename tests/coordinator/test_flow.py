@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from contracts.blocks import num_shared_at_most
 from contracts.channel import Channel
 from contracts.errors import (
     BatonError,
@@ -24,7 +25,15 @@ from contracts.messages import Cancel, Ended, Peers, Prefill, Reserve, Reserved,
 from contracts.request import Finished, Token
 from contracts.ticket import is_genuine
 from coordinator.run import Run
-from tests.coordinator.fake_worker import SECRET, FakeWorker, finish, hand_off, next_token, send_tokens
+from tests.coordinator.fake_worker import (
+    LAYOUT,
+    SECRET,
+    FakeWorker,
+    finish,
+    hand_off,
+    next_token,
+    send_tokens,
+)
 from tests.coordinator.flow_scene import (
     collect,
     expected,
@@ -108,6 +117,28 @@ async def test_without_a_prefill_worker_decode_reads_the_prompt(
         assert events == [*expected(2), Finished("stop")]
         assert timings_of(events).handoff_s == 0
         assert s.recorder.routes == ["local"]
+
+
+async def test_what_decode_holds_is_read_there_and_prefill_hears_nothing_of_it() -> None:
+    async with scene(*pair()) as s:
+
+        def grant(channel: Channel, command: Reserve) -> None:
+            num_shared = num_shared_at_most(command.request.num_known_tokens, LAYOUT.block_size)
+            channel.send(Reserved(command.request.request_id, num_shared * LAYOUT.block_size))
+
+        def script(channel: Channel, command: Prefill) -> None:
+            assert command.ticket is None
+            send_tokens(channel, command.request.request_id, 0, 1)
+            finish(channel, command.request.request_id, "stop")
+
+        s["d1"].on_reserve, s["d1"].on_prefill = grant, script
+        events = await collect(s, replace(request(), prompt_ids=tuple(range(LAYOUT.block_size + 1))))
+        assert [event for event in events if isinstance(event, Finished)]
+        assert timings_of(events).handoff_s == 0
+        assert s.recorder.routes == ["local"]
+        assert s.recorder.held == {("d1", "r.1")}
+        assert not any(isinstance(message, Prefill | Cancel) for message in s["p1"].heard)
+        assert s.fleet.link("p1").num_requests == s.fleet.link("p1").num_tokens == 0
 
 
 async def test_a_request_that_ends_with_its_first_token_frees_the_reservation() -> None:

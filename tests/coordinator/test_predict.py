@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from contracts.blocks import block_hashes
+from contracts.cached import Cached, packed
 from contracts.config import BatonConfig, load_config
 from contracts.request import GenerateRequest, SamplingParams
 from contracts.service import Service
@@ -109,6 +110,36 @@ def test_what_the_decode_worker_has_evicted_is_forgotten_when_it_says_so() -> No
     p.answered(request(960), ["d1"])
     p.granted(request(960), "d1", num_cached=0)
     assert put(p, request(), 0.0, [P1], [D1]) == Placement("d1", "p1")
+
+
+def told(num_tokens: int, salt: str = "") -> bytes:
+    """Of that many tokens of the prompt, as a worker tells it."""
+    return packed(block_hashes(PROMPT[:num_tokens], 16, salt))
+
+
+def test_what_a_worker_tells_of_its_cache_counts_whoever_filled_it() -> None:
+    p = predictor()
+    p.cached("d1", Cached(told(960), is_all=True))  # before it can be used at all
+    assert put(p, request(), 0.0, [P1], [D1]) == Placement("d1", None)
+    assert put(p, request(salt="other"), 0.0, [P1], [D1]) == Placement("d1", "p1")
+    p.cached("d1", Cached(evicted=told(960)))
+    assert put(p, request(), 0.0, [P1], [D1]) == Placement("d1", "p1")
+    p.cached("d1", Cached(told(960)))
+    assert put(p, request(), 0.0, [P1], [D1]) == Placement("d1", None)
+
+
+def test_of_a_lost_worker_nothing_is_known_until_it_tells_again() -> None:
+    p = predictor()
+    p.cached("d1", Cached(told(960)))
+    p.cached("d1", Cached(is_all=True))
+    assert not p._index._slots
+    assert put(p, request(), 0.0, [P1], [D1]) == Placement("d1", "p1")
+
+
+def test_without_promises_nothing_is_kept_of_what_workers_tell() -> None:
+    p = predictor(None, None)
+    p.cached("d1", Cached(told(960), is_all=True))
+    assert not len(p._index)
 
 
 def test_another_salt_finds_no_prefix() -> None:

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from contracts.blocks import block_hashes
 from contracts.errors import ConfigError
 from engine.blocks import BlockPool, Hold, HoldState
 
@@ -44,6 +45,32 @@ def test_the_last_token_of_a_full_hit_is_left_to_compute() -> None:
     pool.release(computed(pool, list(range(8))))
     assert acquired(pool, list(range(8))).num_cached_tokens == 4
     assert acquired(pool, list(range(9))).num_cached_tokens == 8
+
+
+def test_what_becomes_cached_and_what_is_evicted_is_told_once() -> None:
+    pool = BlockPool(3, 4)
+    pool.watch()
+    first, second = block_hashes(range(8), 4), block_hashes(range(50, 58), 4)
+    pool.release(computed(pool, list(range(9))))
+    assert pool.take_news() == (first, [])
+    assert pool.take_news() == ([], [])
+    pool.release(computed(pool, list(range(50, 58))))  # takes the free block, and the end of the other prefix
+    assert pool.take_news() == (second, [first[1]])
+    assert set(pool.indexed()) == {first[0], *second}
+
+
+def test_of_a_block_that_came_and_went_the_last_word_is_told() -> None:
+    pool = BlockPool(1, 4)
+    pool.watch()
+    for low in (0, 10):
+        pool.release(computed(pool, list(range(low, low + 4))))
+    assert pool.take_news() == (block_hashes(range(10, 14), 4), block_hashes(range(4), 4))
+
+
+def test_a_pool_that_nobody_watches_remembers_nothing() -> None:
+    pool = BlockPool(3, 4)
+    pool.release(computed(pool, list(range(9))))
+    assert pool.take_news() == ([], [])
 
 
 def test_what_is_not_computed_is_not_shared() -> None:
@@ -176,6 +203,8 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(10, 2)
+        self.pool.watch()
+        self.told: set[bytes] = set()
         self.tokens: dict[Hold, list[int]] = {}
         self.num_computed: dict[Hold, int] = {}
         self.written: dict[tuple[int, int], tuple[str, list[int]]] = {}
@@ -236,6 +265,12 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def every_block_is_in_one_state(self) -> None:
         self.pool.check()
+
+    @rule()
+    def tell(self) -> None:
+        stored, evicted = self.pool.take_news()
+        self.told = (self.told - set(evicted)) | set(stored)
+        assert self.told == set(self.pool.indexed())
 
     @invariant()
     def nobody_wrote_into_what_is_computed(self) -> None:

@@ -257,6 +257,30 @@ def test_fingerprint_depends_on_content_not_on_place(tmp_path: Path) -> None:
     assert here.fingerprint == there.fingerprint != other.fingerprint
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "chat_template.json",
+    ],
+)
+def test_fingerprint_depends_on_what_makes_tokens_too(tmp_path: Path, name: str) -> None:
+    """Wherever in the file: the same tokens must mean the same, or KV passes between strangers."""
+    config = make_config()
+    place = write_hf(tmp_path, config, make_oracle(config))
+    found = set()
+    for word in (None, "one", "two"):
+        if word is not None:
+            (place / name).write_text(
+                json.dumps({"padding": " " * (1 << 20), "a": word, "more": " " * (1 << 20)})
+            )
+        found.add(load_model(place, torch.float32).fingerprint)
+    assert len(found) == 3
+
+
 def test_dtype_names() -> None:
     assert resolve_dtype("float32") == torch.float32
     assert resolve_dtype("bfloat16") == torch.bfloat16

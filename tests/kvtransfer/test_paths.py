@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from kvtransfer.shm import ShmTransport
 from kvtransfer.stream import StreamLink
 from kvtransfer.tcp import TcpTransport
 from kvtransfer.transport import Link, LinkClosed, Op
+from kvtransfer.wires import interface_of, promised_gigabytes_per_s
 from tests.kvtransfer.tools import (
     HOST,
     TOKEN,
@@ -228,7 +230,36 @@ async def test_a_path_far_below_its_promise_is_used_and_told(
 
 async def test_memcpy_is_measured_and_a_network_has_a_floor_of_its_own() -> None:
     assert paths.memcpy_gigabytes_per_s() > 0.01
-    assert paths.least_gigabytes_per_s("tcp") == paths.LEAST_GIGABYTES_PER_S
+    assert paths.least_gigabytes_per_s("tcp", HOST) == paths.LEAST_GIGABYTES_PER_S
+
+
+async def test_a_network_path_is_judged_by_what_the_wire_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """12.5 GB/s of hardware that carries one must not pass for a good path."""
+    monkeypatch.setattr(paths, "promised_gigabytes_per_s", lambda name, host: 12.5e6)
+    async with connected(make_config(transport="tcp", probe_bytes=1 << 20, slot_bytes=1 << 20)) as pair:
+        status = status_of(pair)
+        assert status.is_ready
+        assert status.is_slow
+        assert "expected at least 1.2e+06 GB/s over tcp but measured" in status.detail
+        assert "slow; expected at least" in status.events[-1].text
+
+
+def test_what_a_wire_promises_is_read_from_the_kernel(tmp_path: Path) -> None:
+    interface = interface_of(HOST)
+    assert interface == "lo"
+    assert interface_of("203.0.113.1") == interface_of("no address") == ""
+    (tmp_path / "net" / interface).mkdir(parents=True)
+    speed = tmp_path / "net" / interface / "speed"
+    for told, wanted in (("25000\n", 3.125), ("-1\n", 0.0), ("", 0.0)):
+        speed.write_text(told)
+        assert promised_gigabytes_per_s("tcp", HOST, tmp_path) == wanted
+    for number, state in enumerate(("4: ACTIVE", "1: DOWN")):
+        port = tmp_path / "infiniband" / f"mlx5_{number}" / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state)
+        (port / "rate").write_text(f"{100 * (number + 1)} Gb/sec (4X EDR)\n")
+    assert promised_gigabytes_per_s("ucx", HOST, tmp_path) == 12.5
+    assert promised_gigabytes_per_s("tcp", HOST, tmp_path) == 0.0
 
 
 def test_a_measurement_leaves_no_memory_behind() -> None:

@@ -235,6 +235,28 @@ async def test_one_token_requests_are_no_failures_and_no_retries(tiny_model: Pat
         assert cluster.workers["prefill-0"]._desk.num_handoffs == 0
 
 
+async def test_a_prompt_that_decode_holds_is_not_sent_again(tiny_model: Path) -> None:
+    """Nor is the next turn, of which the decode worker has written a part itself: only what is new goes its way."""
+    async with local_cluster(tiny_model, engine__num_blocks=64) as cluster:
+        first = greedy("first", PROMPT, 30, ignore_eos=True)
+        answer, _ = await cluster.run(first)
+        desk = cluster.workers["prefill-0"]._desk
+        sent = desk.num_handoffs, desk.num_handoff_bytes
+        again, end = await cluster.run(greedy("again", PROMPT, 30, ignore_eos=True))
+        assert again == answer
+        assert end.num_cached_tokens == 96
+        assert (desk.num_handoffs, desk.num_handoff_bytes) == sent
+        _, end = await cluster.run(greedy("turn", [*PROMPT, *answer, 5], 2, ignore_eos=True))
+        assert end.num_cached_tokens == 128
+        assert (desk.num_handoffs, desk.num_handoff_bytes) == sent
+        await cluster.run(greedy("long turn", [*PROMPT, *answer, *range(3, 43)], 2, ignore_eos=True))
+        layout = cluster.workers["prefill-0"].info.layout
+        assert desk.num_handoff_bytes - sent[1] == (130 + 40 - 128) * layout.bytes_per_token
+        await cluster.settled()
+        incoming = cluster.workers["decode-0"]._kv._receiver
+        assert incoming.num_expected == 0
+
+
 async def _error(told: Told, name: str) -> BatonError:
     end = await told.ended(name)
     assert end.error is not None

@@ -159,3 +159,23 @@ async def _messages(channel):  # type: ignore[no-untyped-def]
             yield message
             if isinstance(message, Ended):
                 return
+
+
+async def test_a_worker_with_too_much_in_quarantine_is_not_ready_until_it_is_back(tiny_model: Path) -> None:
+    async with local_cluster(tiny_model, engine__num_blocks=64) as cluster:
+        slots = cluster.workers["decode-0"]._kv._receiver._slots
+        flow = (99, "h")
+        while slots.counts().free:
+            slots.grant(flow)
+        slots.quarantine(flow)
+        async with asyncio.timeout(10):
+            while cluster.backend.readiness().is_ready:
+                await cluster.fleet.changed(1.0)
+        assert not cluster.fleet.views("decode")
+        [status] = [each.status for each in cluster.backend.readiness().workers if each.role == "decode"]
+        assert "staging slots in quarantine" in status.reason
+        slots.release_unused(flow)
+        async with asyncio.timeout(10):
+            while not cluster.backend.readiness().is_ready:
+                await cluster.fleet.changed(1.0)
+        assert len((await cluster.run(greedy("after", PROMPT, 4, ignore_eos=True)))[0]) == 4

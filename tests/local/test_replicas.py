@@ -78,3 +78,25 @@ async def test_a_replica_that_dies_with_its_streams_leaves_no_block_and_disturbs
             assert (await mine)[0] == expected
             await theirs.aclose()
         await cluster.settled()
+
+
+async def test_a_replica_knows_where_the_prefixes_of_another_ones_clients_are_and_what_was_written(
+    tiny_model: Path,
+) -> None:
+    """The next turn of a chat may come to any replica: prompt and answer of the last one are found, until evicted."""
+    promises = {"slo__ttft_ms": 60_000, "slo__itl_ms": 10_000}
+    async with (
+        local_cluster(tiny_model, engine__num_blocks=16, **promises) as cluster,
+        second_replica(cluster) as (fleet, flow),
+    ):
+        written, _ = await cluster.run(greedy("first", PROMPT, 60, ignore_eos=True))
+        turn = greedy("second", [*PROMPT, *written, 5, 6], 4)
+
+        async def is_held(num_tokens: int) -> None:
+            async with asyncio.timeout(5):
+                while flow.predictor._held(turn).get("decode-0", 0) != num_tokens:
+                    await fleet.changed(0.5)
+
+        await is_held((len(PROMPT) + 60 - 1) // 16 * 16)  # the last token's KV was never needed
+        await cluster.run(greedy("all blocks", [7 + i % 40 for i in range(240)], 16, ignore_eos=True))
+        await is_held(0)
