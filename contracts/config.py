@@ -81,10 +81,6 @@ class EngineConfig(Section):
         description="The logits of a request have the same bits whatever shares its steps and however its prompt is cut, also where oneDNN would multiply faster. CPUs with a C++ compiler only, most of which do so anyway: docs/engine.md.",
     )
     compute_threads: int = Field(1, ge=1, description="CPU threads of the device thread (torch intra-op).")
-    pin_threads: bool = Field(
-        True,
-        description="On a CPU, the compute_threads keep to as many cores, none of them another worker's, where there are enough: docs/engine.md.",
-    )
     max_num_seqs: int = Field(64, ge=1, description="Sequences a decode worker runs or has reserved at once.")
     max_chunk_tokens: int = Field(
         256, ge=1, description="Prompt tokens computed in one step when no decode waits for it."

@@ -51,7 +51,6 @@ from engine.weights import LoadedModel
 from kvtransfer.endpoint import KvEndpoint
 from worker.cache_news import CacheNews
 from worker.chunks import ChunkSizer
-from worker.cores import OwnCores
 from worker.desk import Desk
 from worker.foreign import told_to
 from worker.loading import Solo, load_engine, max_model_len
@@ -102,7 +101,6 @@ class Worker:
         self._start_rank = start_rank
         self._ranks: Solo | RankZero = Solo()
         self._freed = asyncio.Event()  # since it was last cleared
-        self._cores = OwnCores(worker_id)
         self._clock = AwakeClock()
         self._steps = StepMeter()
         itl_s = config.slo.tightest_itl_s
@@ -158,8 +156,6 @@ class Worker:
         self._kv.on_peers_changed = self._publish_status
         self._server = ChannelServer(self._hello, self._secret, self._serve)
         port = await self._server.start(host)
-        if self._config.engine.pin_threads and self._slab.device.type == "cpu":
-            self._engine.submit(lambda: self._cores.pin(self._config.engine.compute_threads))
         self._engine.start()
         if self._config.slo.is_set:
             limits = Limits.of(self._config.engine, self._pool, max_model_len(self._config, model.spec))
@@ -225,7 +221,6 @@ class Worker:
         try:
             await asyncio.to_thread(self._engine.stop, self._config.engine.stall_timeout_s)
         finally:
-            self._cores.release()
             await asyncio.to_thread(self._ranks.close)
 
     def _trouble(self) -> str | None:
