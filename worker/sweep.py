@@ -27,7 +27,7 @@ from worker.steps import StepMeter
 logger = logging.getLogger("baton.worker")
 
 SWEEP_S = 3.0
-"""After so long no further shape is begun. The embedded model needs about a second on two cores."""
+"""After so long no further shape is begun. On a CPU the largest ones take half a second each."""
 
 CHUNKS = (8, 16, 32, 64, 128, 256)
 BATCHES = (1, 2, 4, 8)
