@@ -108,7 +108,8 @@ def _table(args: argparse.Namespace) -> Result:
             tables = page_tables(read_cells(file), len(cases))
             redraw(args.page, "goodput", "python -m benchmarks.simulate --table", tables)
 
-    cells = fill(file, cases, draw, args.limit)
+    rivals = read_cells(args.rivals / "cells.jsonl") if args.rivals is not None else []
+    cells = fill(file, cases, draw, args.limit, rivals)
     draw(f"{len(cells)} cells in {file}")
     rows = rows_of(cells)
     _print(rows, _TABLE_COLUMNS)
@@ -178,6 +179,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--traces", type=Path, help="folder with the whole traces; default: excerpts")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the table")
+    parser.add_argument(
+        "--rivals",
+        type=Path,
+        metavar="DIR",
+        help="a table of before Baton changed: its rivals are taken from there",
+    )
     parser.add_argument("--limit", type=int, help="new cells of the table in this call (default: all)")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="of --quick, --ablations")
     parser.add_argument("--page", type=Path, help="redraw its tables")

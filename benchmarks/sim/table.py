@@ -33,11 +33,8 @@ def compare(case: Case, with_giving_up: bool = False) -> Row:
     """
     began_s = time.process_time()
     point = case.point()
-    ours = point.goodput(baton(), case.start)
-    row = case.head() | {"goodput": ours}
-    if ours:
-        row |= _shown(point, ours)
-    starts = case.rival_starts
+    row = case.head() | _ours(point, case.start)
+    ours, starts = row["goodput"], case.rival_starts
     champion, best = point.best_rival(case.rivals(), starts[0] or ours or case.start)
     row |= _against("best", champion, best, ours)
     if with_giving_up:
@@ -46,10 +43,27 @@ def compare(case: Case, with_giving_up: bool = False) -> Row:
     return row | {"cpu_s": round(time.process_time() - began_s, 1)}
 
 
+def compare_again(case: Case, cell: Row) -> Row:
+    """`compare` after Baton has changed: its rivals in `cell` are as they were."""
+    began_s = time.process_time()
+    row = cell | _ours(case.point(), cell["goodput"] or case.start)
+    for group in ("best", "giving_up"):
+        row[_ratio_of(group)] = row["goodput"] / row[f"{group}_goodput"] if row[f"{group}_goodput"] else None
+    return row | {"cpu_s": round(time.process_time() - began_s, 1)}
+
+
+def _ours(point: Point, start: float) -> Row:
+    goodput = point.goodput(baton(), start)
+    return {"goodput": goodput} | (_shown(point, goodput) if goodput else {})
+
+
+def _ratio_of(group: str) -> str:
+    return "ratio" if group == "best" else f"{group}_ratio"
+
+
 def _against(group: str, rival: System | None, goodput: float, ours: float) -> Row:
-    prefix = "" if group == "best" else f"{group}_"
     return {
-        f"{prefix}ratio": ours / goodput if goodput else None,
+        _ratio_of(group): ours / goodput if goodput else None,
         f"{group}_goodput": goodput,
         f"{group}_rival": rival.name if rival else "",
         f"{group}_readers": rival.num_readers if rival else 0,
@@ -74,15 +88,22 @@ def _shown(point: Point, rate: float) -> Row:
 
 
 def fill(
-    file: Path, cases: Iterable[Case], tell: Callable[[str], None], most: int | None = None
+    file: Path,
+    cases: Iterable[Case],
+    tell: Callable[[str], None],
+    most: int | None = None,
+    rivals: Sequence[Row] = (),
 ) -> list[Row]:
-    """Cells of all cases, in the file's order; each is in the file before the next one begins. `most`: new ones."""
+    """Cells of all cases, in the file's order; each is in the file before the next one begins. `most`: new ones.
+    `rivals`: cells whose rivals need not be measured again.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     cells = read_cells(file)
-    known = {_key(cell) for cell in cells}
+    known, measured = {_key(cell) for cell in cells}, {_key(cell): cell for cell in rivals}
     missing = (case for case in cases if _key(case.head()) not in known)
     for case in islice(missing, most):
-        cell = compare(_hinted(case, cells), with_giving_up=True)
+        before = measured.get(_key(case.head()))
+        cell = compare_again(case, before) if before else compare(_hinted(case, cells), with_giving_up=True)
         with file.open("a", encoding="utf-8") as out:
             out.write(json.dumps({name: _rounded(value) for name, value in cell.items()}) + "\n")
         cells.append(cell)

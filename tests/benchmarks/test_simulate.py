@@ -269,6 +269,28 @@ def test_searches_of_a_cell_begin_where_its_neighbour_ended(
     assert (seen[1].start, seen[1].rival_starts, seen[1].likely_readers) == (40.0, (32.0, 36.0), 0.75)
 
 
+def test_rivals_that_were_measured_before_are_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case("azure-conv", "h200-8b", 2, SLO, 60.0, 500, tolerance=0.2)
+    before = case.head() | {
+        "goodput": 60.0,
+        "ratio": 9.0,
+        "best_goodput": 50.0,
+        "best_rival": "a",
+        "giving_up_ratio": 9.0,
+        "giving_up_goodput": 0.0,
+        "giving_up_rival": "b",
+    }
+    monkeypatch.setattr(Case, "rivals", lambda *_: 1 / 0)
+    (cell,) = table.fill(tmp_path / "cells.jsonl", [case], print, rivals=[before])
+    assert (cell["best_rival"], cell["best_goodput"]) == ("a", 50.0)
+    assert cell["goodput"] != 60.0
+    assert cell["ratio"] == cell["goodput"] / 50.0
+    assert cell["giving_up_ratio"] is None
+    assert cell["attainment"] >= TARGET
+
+
 def test_refusing_early_keeps_promises_to_the_others() -> None:
     workload = trace_workload("azure-conv", 400)
     refusing = run_once(baton(), workload, 400.0, setup())
