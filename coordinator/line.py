@@ -182,7 +182,7 @@ class Line(Generic[Place]):
             if waiter.future.done() or waiter.rank >= barrier or (waiter.rank and has_interactive):
                 continue
             is_told = entry.num_blocks >= found.get(waiter.kind, math.inf)
-            if not is_told and self._may_try(entry, num_tries, now_s):
+            if not is_told and self._queue.may_try(entry.request_id, num_tries, self.MAX_TRIES, now_s):
                 answer = self._try(waiter)
                 if not isinstance(answer, NotNow):
                     self._pass(passed, now_s)
@@ -200,12 +200,6 @@ class Line(Generic[Place]):
             has_interactive |= waiter.rank == 0
             if waiter.passed_s is not None and now_s - waiter.passed_s >= self.OVERTAKE_S:
                 barrier = waiter.rank
-
-    def _may_try(self, entry: Waiting, num_tries: int, now_s: float) -> bool:
-        """The second half of the tries is for those that were not tried in vain just now."""
-        if num_tries < self.MAX_TRIES // 2:
-            return True
-        return num_tries < self.MAX_TRIES and not self._queue.rests(entry.request_id, now_s)
 
     def _try(self, waiter: _Waiter[Place]) -> NotNow | None:
         """None: it waits no more."""

@@ -190,20 +190,22 @@ class WaitingQueue:
         """In vain: it rests for REST_S."""
         self._rests[request_id] = now_s + self.REST_S
 
-    def rests(self, request_id: str, now_s: float) -> bool:
-        """Whether others should try before it, where not all can."""
-        return now_s < self._rests.get(request_id, now_s)
+    def may_try(self, request_id: str, num_tries: int, limit: int, now_s: float) -> bool:
+        """After `num_tries` of `limit`. Where more wait, the second half is for those that do not rest: else a few that
+        fit nowhere were tried again and again, and never anybody behind them.
+        """
+        is_for_all = num_tries < limit // 2 or len(self) <= limit
+        return num_tries < limit and (is_for_all or now_s >= self._rests.get(request_id, now_s))
 
     def candidates(self, now_s: float, limit: int) -> list[Waiting]:
-        """The next `limit` in order. Where more wait, half of them are the first that do not rest: else a few that fit
-        nowhere were tried again and again, and never anybody behind them.
-        """
-        order = self._in_order(now_s)
-        if len(self) <= limit:
-            return list(order)
-        found = list(islice(order, limit // 2))
-        rested = (entry for entry in order if not self.rests(entry.request_id, now_s))
-        return found + list(islice(rested, limit - len(found)))
+        """Up to `limit` in order, as `may_try` has it."""
+        found: list[Waiting] = []
+        for entry in self._in_order(now_s):
+            if len(found) == limit:
+                break
+            if self.may_try(entry.request_id, len(found), limit, now_s):
+                found.append(entry)
+        return found
 
     def next_due_s(self, now_s: float) -> float:
         """When the next request becomes late that is not yet; infinite if none does."""

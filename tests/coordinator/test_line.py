@@ -243,6 +243,15 @@ async def test_some_that_fit_nowhere_keep_nobody_behind_them_from_a_try(
         assert c.served == ["small"]
 
 
+async def test_where_all_can_be_tried_nobody_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Line, "MAX_TRIES", 6)
+    async with counter() as c:
+        for number in range(6):
+            await c.come(make_waiting(str(number), math.inf, arrived_s=float(number)), needs=20 - number)
+        await c.open(15)
+        assert c.served == ["5"]
+
+
 async def test_when_not_all_can_be_tried_the_next_look_comes_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Line, "MAX_TRIES", 4)
     async with counter() as c:
