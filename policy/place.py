@@ -107,15 +107,14 @@ class PlaceRules:
     overhead_s: float = 0.002
     can_deflect: bool = True
 
-    def in_hand_s(self, worker: WorkerState) -> float:
-        """Reading that `worker` may have in hand, in seconds, and yet be given more."""
-        step_s = self.horizon_gaps * worker.gap_s
-        has_streams = worker.running_streams or worker.promised_streams
-        return step_s if has_streams and self.horizon_s < step_s < math.inf else self.horizon_s
-
     def opens_s(self, worker: WorkerState) -> float:
         """When `worker` may be given more to read."""
-        return worker.prefill_free_s - self.in_hand_s(worker)
+        in_hand_s = self.horizon_s
+        if worker.running_streams or worker.promised_streams:
+            step_s = self.horizon_gaps * worker.gap_s
+            if in_hand_s < step_s < math.inf:
+                in_hand_s = step_s
+        return worker.prefill_free_s - in_hand_s
 
 
 class Placer:

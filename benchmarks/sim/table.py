@@ -48,7 +48,7 @@ def compare_again(case: Case, cell: Row) -> Row:
     began_s = time.process_time()
     row = cell | _ours(case.point(), cell["goodput"] or case.start)
     for group in ("best", "giving_up"):
-        row[_ratio_of(group)] = row["goodput"] / row[f"{group}_goodput"] if row[f"{group}_goodput"] else None
+        row[_ratio_of(group)] = _times(row["goodput"], row[f"{group}_goodput"])
     return row | {"cpu_s": round(time.process_time() - began_s, 1)}
 
 
@@ -61,9 +61,13 @@ def _ratio_of(group: str) -> str:
     return "ratio" if group == "best" else f"{group}_ratio"
 
 
+def _times(ours: float, theirs: float) -> float | None:
+    return ours / theirs if theirs else None
+
+
 def _against(group: str, rival: System | None, goodput: float, ours: float) -> Row:
     return {
-        _ratio_of(group): ours / goodput if goodput else None,
+        _ratio_of(group): _times(ours, goodput),
         f"{group}_goodput": goodput,
         f"{group}_rival": rival.name if rival else "",
         f"{group}_readers": rival.num_readers if rival else 0,
