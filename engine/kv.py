@@ -69,10 +69,9 @@ class SlabPlan:
         return KvSlab(_zeros(self.shape, self.dtype, self.device), self.num_scratch, scales)
 
     def shared_file(self) -> int:
-        """A file descriptor of zeroed memory without a name for `shared_slab`; pages come into being when first
-        used."""
+        """A file descriptor of zeroed memory without a name for `shared_slab`, all of its pages there."""
         file = os.memfd_create("baton-kv-rank", os.MFD_CLOEXEC)
-        os.ftruncate(file, math.prod(self.shape) * self.dtype.itemsize)
+        os.posix_fallocate(file, 0, math.prod(self.shape) * self.dtype.itemsize)
         return file
 
 
@@ -189,12 +188,15 @@ def shared_slab(file: int, shape: tuple[int, ...], dtype: torch.dtype) -> KvSlab
 
 
 _ALIGNMENT_BYTES = 4096
+_PAGE_BYTES = mmap.PAGESIZE
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A zeroed tensor whose pages, on a CPU, come into being when they are first used.
+    """A zeroed tensor, all of its pages there.
 
-    torch.zeros writes every byte, which for 1 GiB takes seconds at start; numpy asks the kernel for zero pages.
+    NOTE: a page that comes into being when it is first written stalls whoever writes it, a step with streams or the
+    arrival of a prompt: milliseconds for a large page on a virtual machine. numpy asks the kernel for zero pages, so
+    one byte of each is enough, where torch.zeros writes them all once more.
     """
     if device.type != "cpu":
         return torch.zeros((*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8, device=device).view(
@@ -202,6 +204,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         )
     num_bytes = math.prod(shape) * dtype.itemsize
     raw = np.zeros(num_bytes + _ALIGNMENT_BYTES, np.uint8)
+    raw[::_PAGE_BYTES] = 0
     begin = -raw.ctypes.data % _ALIGNMENT_BYTES
     return torch.from_numpy(raw[begin : begin + num_bytes]).view(dtype).view(shape)
 

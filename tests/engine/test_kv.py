@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +38,32 @@ def load(tmp_path: Path, family: str, bias: float = 0.0) -> LoadedModel:
 def make_float8(model: LoadedModel, scale: float = 2.0, block_size: int = BLOCK_SIZE) -> KvSlab:
     scales = torch.full((model.spec.num_layers, 2, model.spec.num_kv_heads), scale)
     return SlabPlan(model.spec, 6, block_size, FP8, scales=scales).allocate()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def large_plan(tmp_path: Path) -> tuple[SlabPlan, int]:
+    plan = SlabPlan(load(tmp_path, "llama").spec, 1, BLOCK_SIZE, torch.float32)
+    plan = replace(plan, num_blocks=(64 << 20) // plan.allocate().bytes_per_block)
+    return plan, math.prod(plan.shape) * plan.dtype.itemsize
+
+
+def test_a_new_slab_has_all_its_pages(tmp_path: Path) -> None:
+    plan, num_bytes = large_plan(tmp_path)
+    before = resident_bytes()
+    slab = plan.allocate()
+    assert resident_bytes() - before >= 0.95 * num_bytes
+    assert not slab.storage.any()
+
+
+def test_the_file_of_a_rank_has_all_its_pages(tmp_path: Path) -> None:
+    plan, num_bytes = large_plan(tmp_path)
+    with os.fdopen(plan.shared_file()) as file:
+        status = os.fstat(file.fileno())
+    assert status.st_size == num_bytes
+    assert status.st_blocks * 512 >= num_bytes
 
 
 def test_scales_are_one_unless_the_weights_say_more(tmp_path: Path) -> None:
