@@ -63,8 +63,8 @@ struct Numbers {
 struct Product {
     const uint8_t* panels;
     const float* bias;
-    const uint32_t* x;   // [rows][k / 2], pairs in the order of the codec
-    const float* sums;   // [rows][groups] of x, for minimums
+    const uint32_t* x;  // of each tile of rows [groups][its rows][PAIRS], pairs in the order of the codec
+    const float* sums;  // of each tile of rows [groups][its rows] of x, for minimums
     float* out;
     int64_t num_rows, num_groups, num_columns;
     int num_threads;
@@ -73,12 +73,12 @@ struct Product {
 // Rows [low, low + R) times panels [p, p + P).
 template <class Codec, int R, int P>
 void tile(const Product& job, const Codec& codec, int64_t low, int64_t p) {
-    const int64_t panel_bytes = job.num_groups * Codec::GROUP_BYTES, ldx = job.num_groups * PAIRS;
+    const int64_t panel_bytes = job.num_groups * Codec::GROUP_BYTES;
     const uint8_t* group = job.panels + p * panel_bytes;
-    const uint32_t* x = job.x + low * ldx;
+    const uint32_t* x = job.x + low * job.num_groups * PAIRS;
     const float* sums = job.sums + low * job.num_groups;
     __m512 acc[R][P] = {};
-    for (int64_t g = 0; g < job.num_groups; g++, group += Codec::GROUP_BYTES, x += PAIRS) {
+    for (int64_t g = 0; g < job.num_groups; g++, group += Codec::GROUP_BYTES, x += R * PAIRS, sums += R) {
         __m512 of_group[R][P] = {};
         auto& into = Codec::IS_SCALED ? of_group : acc;
 #pragma GCC unroll 16
@@ -90,7 +90,7 @@ void tile(const Product& job, const Codec& codec, int64_t low, int64_t p) {
                 if (t * LINE < Codec::GROUP_BYTES) __builtin_prefetch(group + (P + i) * panel_bytes + t * LINE, 0, 2);
             }
             for (int r = 0; r < R; r++) {
-                const __m512i xr = _mm512_set1_epi32(x[r * ldx + t]);
+                const __m512i xr = _mm512_set1_epi32(x[r * PAIRS + t]);
                 for (int i = 0; i < P; i++) into[r][i] = dot(into[r][i], xr, w[i]);
             }
         }
@@ -101,7 +101,7 @@ void tile(const Product& job, const Codec& codec, int64_t low, int64_t p) {
                 if (Codec::HAS_MINIMUM) {
                     const __m512 m = half_floats(group + i * panel_bytes + 2 * PANEL);
                     for (int r = 0; r < R; r++)
-                        acc[r][i] = m * _mm512_set1_ps(sums[r * job.num_groups + g]) + acc[r][i];
+                        acc[r][i] = m * _mm512_set1_ps(sums[r]) + acc[r][i];
                 }
             }
     }
@@ -135,18 +135,29 @@ void product(const Product& job) {
     }
 }
 
+// The order in which a codec's pairs stand in a register: of eight numbers, 0 and 4, then 1 and 5, ..., as nibbles stand
+// in the halves of a word; or as they are.
+inline __m512i pair_order(bool is_split) {
+    alignas(64) uint16_t order[GROUP];
+    for (int i = 0; i < GROUP; i++) order[i] = is_split ? i / 8 * 8 + i % 8 / 2 + i % 2 * 4 : i;
+    return load_pairs(order);
+}
+
+// x [rows][num_k] as `Product` has it: what a tile multiplies in turn lies in a row.
 template <class Codec>
 void product(Product job, const bf16* x, int64_t num_k) {
-    if (!Codec::IS_SPLIT) {
-        job.x = (const uint32_t*)x;
-        return product<Codec>(job);
-    }
-    // Of eight numbers, 0 and 4 are a pair, 1 and 5, ...: as nibbles stand in the halves of a word.
-    std::vector<uint32_t> pairs(job.num_rows * num_k / 2);
-    for (int64_t i = 0; i < job.num_rows * num_k; i += 8)
-        for (int k = 0; k < 4; k++) pairs[i / 2 + k] = x[i + k].bits | uint32_t(x[i + k + 4].bits) << 16;
-    std::vector<float> sums(Codec::HAS_MINIMUM ? job.num_rows * job.num_groups : 0);
-    for (size_t g = 0; g < sums.size(); g++) sums[g] = sum(load(x + g * GROUP) + load(x + g * GROUP + W));
+    const __m512i order = pair_order(Codec::IS_SPLIT);
+    const int64_t num_groups = job.num_groups;
+    std::vector<uint32_t> pairs(job.num_rows * num_groups * PAIRS);
+    std::vector<float> sums(Codec::HAS_MINIMUM ? job.num_rows * num_groups : 0);
+    in_tiles<MAX_ROWS>(job.num_rows, [&](auto rows, int64_t low) {
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t g = 0, at = low * num_groups + r; g < num_groups; g++, at += rows) {
+                const bf16* from = x + (low + r) * num_k + g * GROUP;
+                _mm512_storeu_si512(&pairs[at * PAIRS], _mm512_permutexvar_epi16(order, load_pairs(from)));
+                if (Codec::HAS_MINIMUM) sums[at] = sum(load(from) + load(from + W));
+            }
+    });
     job.x = pairs.data();
     job.sums = sums.data();
     product<Codec>(job);
