@@ -41,6 +41,8 @@ class Blocks(Protocol):
 class Target(Blocks, Protocol):
     """Pages."""
 
+    def runs(self, block_ids: Sequence[int], low: int, high: int) -> list[memoryview] | None: ...
+
     def scatter(self, block_ids: Sequence[int], low: int, high: int, data: Tensor) -> None: ...
 
 
@@ -73,6 +75,10 @@ class _Fp8:
 
     def in_place(self, block_ids: Sequence[int], low: int, high: int) -> memoryview | None:
         """Nothing lies anywhere as it travels."""
+        return None
+
+    def runs(self, block_ids: Sequence[int], low: int, high: int) -> list[memoryview] | None:
+        """The same."""
         return None
 
     def _scale_bytes(self, low: int, high: int) -> int:

@@ -23,8 +23,9 @@ RELEASED gives the blocks back at once; what is QUARANTINED then are staging slo
 `reason` says why it ended: "ok", "cancelled", "unneeded", or the code of the error.
 
 "slot only": the bytes are received into their staging slot and forgotten. Bytes are scattered where the link has
-received them, which may be a thread of its own, under a lock that every change of the state takes: so after `cancel`
-has returned nothing is written into the blocks, whatever is still under way. It waits for one copy at most.
+received them, which may be a thread of its own, as they come where they go as they are (filling.py), under a lock that
+every change of the state takes: so after `cancel` has returned nothing is written into the blocks, whatever is still
+under way. It waits for one copy at most.
 A callback that raises ends its own handoff (the peer gets Abort) and nothing else; so does a copy that fails.
 """
 
@@ -42,6 +43,7 @@ from torch import Tensor
 from contracts.errors import BatonError, HandoffError, ProtocolError
 from contracts.messages import Data, Fin, HandoffState, Open
 from contracts.ticket import Ticket
+from kvtransfer.filling import Filling
 from kvtransfer.fp8 import Fp8Target
 from kvtransfer.pages import Pages, checksum
 
@@ -202,6 +204,19 @@ class Incoming:
                 )
                 return HandoffError(f"tokens [{data.low}, {data.high}) could not be stored: {error!r}")
         return True
+
+    def begin(self, data: Data) -> Filling | None:
+        """For a chunk that can be stored as it comes, by `store_part`; None: only in one piece, by `store`."""
+        runs = self._pages.runs(self.reservation.block_ids, data.low, data.high)
+        return None if runs is None else Filling(runs, data)
+
+    def store_part(self, data: Data, filling: Filling, here: memoryview) -> Stored:
+        """Write what came next of a chunk into the blocks, on any thread. `stored` must be told the last result."""
+        with self._writing:
+            if self.state is not IncomingState.RECEIVING or self.has(data.chunk):
+                return True
+            filling.add(here)
+            return filling.is_whole
 
     def has(self, chunk: int) -> bool:
         """It is in the blocks already."""

@@ -71,7 +71,7 @@ class MemoryLink:
             return
         target[: len(source)] = source
         if on_bytes is not None:
-            on_bytes(len(source))
+            on_bytes(target[: len(source)], True)
         received.finish(len(source))
 
     def _end(self) -> None:

@@ -61,14 +61,21 @@ class Pages:
 
     def in_place(self, block_ids: Sequence[int], low: int, high: int) -> memoryview | None:
         """What `gather` would copy, if it lies in memory in one piece just so: neighbouring whole blocks."""
+        runs = self.runs(block_ids, low, high)
+        return runs[0] if runs is not None and len(runs) == 1 else None
+
+    def runs(self, block_ids: Sequence[int], low: int, high: int) -> list[memoryview] | None:
+        """The memory of whole blocks, neighbours together, in the wire's order. None unless it can be copied as it is:
+        the host's, of one slab, and no part of a block."""
         if self._view is None:
             return None
-        first, *more = self._pieces(block_ids, low, high)
-        block, begin, end, _offset, size = first
-        if more or (end - begin) % self.layout.block_size:
-            return None
-        start = block * self.layout.block_size * self._token_bytes
-        return self._view[start : start + size]
+        found = []
+        for block, first, last, _offset, size in self._pieces(block_ids, low, high):
+            if (last - first) % self.layout.block_size:
+                return None
+            start = block * self.layout.block_size * self._token_bytes
+            found.append(self._view[start : start + size])
+        return found
 
     @contextmanager
     def aside(self) -> Iterator[None]:

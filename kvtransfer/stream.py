@@ -2,7 +2,7 @@
 
     message: u64 tag | u32 length | payload
 
-    reading:  header ──► payload, into the buffer posted for its tag ──► Op final ──► header …
+    reading:  header ──► payload, part by part, into the buffer posted for its tag ──► Op final ──► header …
                 └── nobody has posted it: nothing is read, only the peer's end is watched, until somebody does
     writing:  in the order of `send`, header and payload in one call, as much as the socket takes
 
@@ -25,7 +25,7 @@ from kvtransfer.transport import LinkClosed, OnBytes, Op, TransferTruncated
 
 logger = logging.getLogger("baton.kvtransfer")
 
-SCRAP_BYTES = 64 << 10
+PART_BYTES = 512 << 10  # of a payload, told as they come: while they are in the second-level cache
 MAX_CALLS = 8  # of the system in a row, before the event loop's other work has its turn
 
 _HEADER = struct.Struct(">QI")
@@ -46,7 +46,9 @@ class StreamLink:
         self._target = self._header  # what is filled now
         self._num_filled = 0
         self._message: tuple[int, int] | None = None  # tag and length of the payload that comes next
-        self._num_scrap = 0  # bytes of it that are read to be thrown away
+        self._into = self._header  # where it goes: the buffer, or scrap if it is too long for that
+        self._part_end = 0  # of the part that is filled now, in there
+        self._num_left = 0  # bytes of it beyond that part
         self._hangup: _Hangup | None = None
         self._loop.add_reader(sock.fileno(), self._read)
 
@@ -112,32 +114,37 @@ class StreamLink:
                 return
             self._loop.remove_reader(self._sock.fileno())
             self._hangup = _Hangup(self._loop, self._sock, lambda: self._end("peer closed the data link"))
-        elif self._num_scrap > len(self._target):
-            self._num_scrap -= len(self._target)
-            self._aim(self._target[: self._num_scrap])
         else:
-            self._finish(*self._message)
+            self._part_filled(*self._message)
 
     def _begin(self, tag: int, length: int) -> None:
-        """The payload, into its buffer or, if it is too long, nowhere."""
         buffer = self._posted[tag][0]
-        if length <= len(buffer):
-            self._aim(buffer[:length])
-        else:
-            self._num_scrap = length
-            self._aim(memoryview(bytearray(min(length, SCRAP_BYTES))))
+        self._into = buffer if length <= len(buffer) else memoryview(bytearray(min(length, PART_BYTES)))
+        self._num_left = length
+        self._next_part(0)
         if not length:
-            self._finish(tag, length)
+            self._part_filled(tag, length)
 
-    def _finish(self, tag: int, length: int) -> None:
-        buffer, op, on_bytes = self._posted.pop(tag)
-        if self._num_scrap:
+    def _next_part(self, at: int) -> None:
+        num_bytes = min(self._num_left, PART_BYTES)
+        self._part_end = at + num_bytes
+        self._num_left -= num_bytes
+        self._aim(self._into[at : self._part_end])
+
+    def _part_filled(self, tag: int, length: int) -> None:
+        buffer, op, on_bytes = self._posted[tag]
+        is_scrap, is_all = length > len(buffer), not self._num_left
+        is_taken = is_scrap or (on_bytes is not None and on_bytes(self._into[: self._part_end], is_all))
+        if not is_all:
+            self._next_part(0 if is_taken else self._part_end)
+            return
+        del self._posted[tag]
+        if is_scrap:
             op.fail(TransferTruncated(f"expected at most {len(buffer)} bytes but peer sent {length}"))
         else:
-            if on_bytes is not None:
-                on_bytes(length)
             op.finish(length)
-        self._message, self._num_scrap = None, 0
+        self._message = None
+        self._into = self._header
         self._aim(self._header)
 
     def _aim(self, target: memoryview) -> None:

@@ -26,7 +26,12 @@ from contracts.errors import HandoffError
 
 TOKEN_BYTES = 16
 
-OnBytes = Callable[[int], None]
+OnBytes = Callable[[memoryview, bool], bool]
+"""`on_bytes(here, is_all)`: what has come of a message and was not taken yet, in one piece; `is_all`: no more comes.
+
+True: they are taken. The link puts what comes next into the same memory, which is in the cache, and all later bytes
+are taken too. False: they stay where they are, at the beginning of the buffer.
+"""
 
 
 class LinkClosed(HandoffError):
@@ -70,8 +75,9 @@ class Link(Protocol):
     def post_recv(self, tag: int, buffer: memoryview, on_bytes: OnBytes | None = None) -> Op:
         """Take the message `tag` into `buffer`; it may be shorter. Fails with LinkClosed or TransferTruncated.
 
-        `on_bytes(num_bytes)` is called when they are there, before `final`, where they came: on the event loop or on
-        the link's own thread, while they are in that core's cache. It must not raise.
+        `on_bytes` is called as they come, once at least and the last time before `final`, where they came: on the event
+        loop or on the link's own thread, while they are in that core's cache. It must not raise. A message that is too
+        long is none of its business; of one that the link's end cuts off it may have seen a part.
         """
 
     def send(self, tag: int, buffer: memoryview) -> Op:

@@ -2,7 +2,7 @@
 
     dialler:  endpoint ──stream: token──►   listener: endpoint, token ──awaited──► link
               ◄──stream: 1 byte─────────
-    a message: two tagged sends, its length and its bytes; a receive posts both, for UCX does not tell lengths
+    a message: tagged sends, its length and its bytes in parts (ucx_transfer.py)
 
 A tag is  prefix (40 bits, from the token) | direction | part | tag (22 bits):  a UCX worker matches by tag alone,
 whichever peer sends, and only the pair of a token knows its prefix.
@@ -30,8 +30,9 @@ from typing import Any
 from contracts.errors import ConfigError
 from kvtransfer.doorman import UNBOUND_TIMEOUT_S, Doorman
 from kvtransfer.tcp import split_address
-from kvtransfer.transport import TOKEN_BYTES, Link, LinkClosed, OnBytes, Op, TransferTruncated
+from kvtransfer.transport import TOKEN_BYTES, Link, LinkClosed, OnBytes, Op
 from kvtransfer.ucx_engine import UcxEngine
+from kvtransfer.ucx_transfer import TAG_BITS, Receiving, Sending, Transfer
 
 logger = logging.getLogger("baton.kvtransfer")
 
@@ -79,7 +80,7 @@ class UcxLink:
     """One end. What begins with `_start`, `_end` or `_on` runs on the engine thread, everything else on the loop."""
 
     def __init__(self, ucx: _Ucx, endpoint: Any, token: bytes, is_dialler: bool) -> None:
-        self._ucx = ucx
+        self.library = ucx
         self._endpoint = endpoint
         prefix = int.from_bytes(hashlib.blake2b(token, digest_size=5).digest())
         self._send_base = prefix << 24 | is_dialler << 23
@@ -95,10 +96,10 @@ class UcxLink:
         return None
 
     def post_recv(self, tag: int, buffer: memoryview, on_bytes: OnBytes | None = None) -> Op:
-        return self._begin(_Transfer(self, buffer, "tag_recv", self._receive_base | tag, on_bytes))
+        return self._start(Receiving(self, buffer, _tagged(self._receive_base, tag), on_bytes))
 
     def send(self, tag: int, buffer: memoryview) -> Op:
-        return self._begin(_Transfer(self, buffer, "tag_send", self._send_base | tag))
+        return self._start(Sending(self, buffer, _tagged(self._send_base, tag)))
 
     async def close(self) -> None:
         """Raises LinkClosed if UCX does not let go of the buffers in time: they must not be used again."""
@@ -106,25 +107,25 @@ class UcxLink:
         if self._is_released:
             return
         quiet = asyncio.Event()
-        self._ucx.engine.submit(partial(self._end, quiet.set))
+        self.library.engine.submit(partial(self._end, quiet.set))
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await quiet.wait()
         except TimeoutError as error:
             raise LinkClosed(f"ucx did not end its transfers within {CLOSE_TIMEOUT_S} s") from error
 
-    def _begin(self, transfer: _Transfer) -> Op:
+    def _start(self, transfer: Transfer) -> Op:
         if self._is_closed:
             transfer.op.fail(LinkClosed("link is closed"))
         else:
-            self._ucx.engine.submit_soon(transfer.start)
+            self.library.engine.submit_soon(transfer.start)
         return transfer.op
 
     # --- engine thread ----------------------------------------------------------------------------------------------
 
     def _start_watching(self) -> None:
         """Notice the peer's end."""
-        self._endpoint.set_close_callback(lambda: self._ucx.engine.submit(self._end))
+        self._endpoint.set_close_callback(lambda: self.library.engine.submit(self._end))
         if not self._endpoint.alive:
             self._end()
 
@@ -134,84 +135,40 @@ class UcxLink:
             self._on_quiet.append(on_quiet)
         if not self._is_ended:
             self._is_ended = True
-            self._ucx.engine.tell(self._shut)
+            self.library.engine.tell(self._shut)
             self._endpoint.close_blocking(CLOSE_PERIOD_NS, CLOSE_ATTEMPTS)
         self._end_if_quiet()
 
     def _shut(self) -> None:
         self._is_closed = True
 
+    @property
+    def open_endpoint(self) -> Any | None:
+        return self._endpoint if not self._is_ended and self._endpoint.alive else None
+
+    def opened(self) -> None:
+        self._num_open += 1
+
+    def closed(self) -> None:
+        self._num_open -= 1
+        self._end_if_quiet()
+
     def _end_if_quiet(self) -> None:
         if self._is_ended and not self._num_open:
             self._endpoint = None  # on this thread: UCX objects must not be destroyed on another
             for call in (self._release, *self._on_quiet):
-                self._ucx.engine.tell(call)
+                self.library.engine.tell(call)
             self._on_quiet.clear()
 
     def _release(self) -> None:
         if not self._is_released:
             self._is_released = True
-            self._ucx.engine.num_links -= 1
+            self.library.engine.num_links -= 1
 
 
-class _Transfer:
-    """One message under way: two requests of UCX, one Op. All but the making runs on the engine thread."""
-
-    def __init__(
-        self, link: UcxLink, buffer: memoryview, method: str, tag: int, on_bytes: OnBytes | None = None
-    ) -> None:
-        assert not tag >> 22 & 1, "a link's own tags have 22 bits"
-        self.op = Op()
-        self._link = link
-        self._buffer = buffer
-        self._method = method
-        self._on_bytes = on_bytes
-        self._tag = tag
-        self._length = array.array("Q", [len(buffer)])
-        self._num_left = 0
-        self._error: Exception | None = None
-
-    def start(self) -> None:
-        link, ucx = self._link, self._link._ucx
-        if link._is_ended or not link._endpoint.alive:  # UCX would never return
-            ucx.engine.tell(lambda: self.op.fail(LinkClosed("link is closed")))
-            return
-        link._num_open += 1
-        begin = getattr(link._endpoint, self._method)
-        self._num_left = 1
-        try:
-            # NOTE: an empty payload has an address too: UCX takes none from an empty buffer.
-            payload = self._buffer if len(self._buffer) else array.array("Q")
-            for part, buffer in ((0, self._length), (1, payload)):
-                request = begin(ucx.array(buffer), ucx.tag(self._tag | part << 22))
-                self._num_left += 1
-                ucx.engine.watch(request, self._part_done)
-        except Exception as error:
-            self._part_done(error)
-        else:
-            self._part_done(None)
-
-    def _part_done(self, error: Exception | None) -> None:
-        self._error = self._error or error
-        self._num_left -= 1
-        if self._num_left:
-            return
-        if self._on_bytes is not None and self._error is None:
-            self._on_bytes(self._length[0])
-        link = self._link
-        link._num_open -= 1
-        link._ucx.engine.tell(self._finish)
-        link._end_if_quiet()
-
-    def _finish(self) -> None:
-        """On the event loop."""
-        if self._error is None:
-            self.op.finish(self._length[0])
-        elif isinstance(self._error, self._link._ucx.truncated):
-            told = f"expected at most {len(self._buffer)} bytes but peer sent {self._length[0]}"
-            self.op.fail(TransferTruncated(told))
-        else:
-            self.op.fail(LinkClosed(f"data link ended: {self._error}"))
+def _tagged(base: int, tag: int) -> int:
+    assert not tag >> TAG_BITS, f"a link's own tags have {TAG_BITS} bits"
+    return base | tag
 
 
 class _Ucx:
@@ -312,7 +269,7 @@ class UcxTransport:
         self._unbound.clear()
 
     def _drop(self, link: UcxLink) -> None:
-        link._ucx.engine.submit(link._end)
+        link.library.engine.submit(link._end)
 
     async def _call(self, make: Callable[[], Any]) -> Any:
         """The result of `make` on the engine thread. Raises LinkClosed for an error of UCX."""

@@ -37,3 +37,18 @@ def test_what_was_not_measured_has_failed_and_what_was_is_a_share_of_raw() -> No
     assert set(checks) == {*SHARES, "exposed_1024", "control_rtt_ms"}
     assert checks["ucx_64mb"].value == pytest.approx(0.9)
     assert [name for name, check in checks.items() if check.is_ok] == ["ucx_64mb", "exposed_1024"]
+
+
+def test_raw_ucx_that_was_disturbed_gives_way_to_plain_sockets() -> None:
+    bench = Bench.__new__(Bench)
+    speeds = [
+        ("ucx", 1, 0.8),
+        ("raw ucx", 1, 0.1),
+        ("raw tcp", 1, 2.0),
+        ("ucx", 64, 1.8),
+        ("raw ucx", 64, 2.0),
+        ("raw tcp", 64, 3.0),
+    ]
+    bench.rows = [{"path": path, "MB": megabytes, "GB/s": speed} for path, megabytes, speed in speeds]
+    checks = {check.name: check.value for check in checks_of(bench, 0.05, None)}
+    assert (checks["ucx_1mb"], checks["ucx_64mb"]) == (pytest.approx(0.4), pytest.approx(0.9))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
@@ -49,24 +50,60 @@ async def test_whoever_waits_for_the_bytes_gets_them_before_the_end_is_told(
     make: Callable[[], Transport],
 ) -> None:
     async with linked(make) as (near, far):
-        told: list[tuple[int, bytes, bool]] = []
+        told: list[tuple[bytes, bool, bool]] = []
         buffer = view(100)
 
-        def on_bytes(num_bytes: int) -> None:
-            told.append((num_bytes, bytes(buffer[:num_bytes]), received.final.done()))
+        def on_bytes(here: memoryview, is_all: bool) -> bool:
+            told.append((bytes(here), is_all, received.final.done()))
+            return False
 
         received = far.post_recv(1, buffer, on_bytes)
         near.send(1, view(10, 9))
         assert await received.wait() == 10
-        assert told == [(10, bytes([9] * 10), False)]
+        assert told == [(bytes([9] * 10), True, False)]
+        assert buffer[:10] == bytes([9] * 10)
+
+
+@pytest.mark.parametrize("num_left", [0, 1, 2, 1000], ids="taken {} times not".format)
+@pytest.mark.parametrize("size", [0, 1, 256 << 10, 3_000_001, 9 << 20])
+async def test_bytes_are_taken_as_they_come(make: Callable[[], Transport], size: int, num_left: int) -> None:
+    """What was not taken at first is there again, with what came since."""
+    async with linked(make) as (near, far):
+        taken, ends, calls = bytearray(), [], 0
+        buffer, content = view(size), memoryview(random.Random(size).randbytes(size))
+
+        def on_bytes(here: memoryview, is_all: bool) -> bool:
+            nonlocal calls
+            calls += 1
+            ends.append(is_all)
+            if calls <= num_left and not is_all:
+                assert here == content[: len(here)]
+                return False
+            taken.extend(here)
+            return True
+
+        for _ in range(2):  # the next message of the same tag is its own
+            taken.clear()
+            ends.clear()
+            calls = 0
+            received = far.post_recv(1, buffer, on_bytes)
+            near.send(1, content)
+            assert await received.wait() == size
+            assert taken == content
+            assert ends == [False] * (calls - 1) + [True]
 
 
 async def test_nobody_is_told_of_bytes_that_were_too_many_or_did_not_come(
     make: Callable[[], Transport],
 ) -> None:
     async with linked(make) as (near, far):
-        told: list[int] = []
-        too_many, never = far.post_recv(1, view(10), told.append), far.post_recv(2, view(10), told.append)
+        told: list[bool] = []
+
+        def on_bytes(_here: memoryview, is_all: bool) -> bool:
+            told.append(is_all)
+            return True
+
+        too_many, never = far.post_recv(1, view(10), on_bytes), far.post_recv(2, view(10), on_bytes)
         near.send(1, view(200_000, 9))
         with pytest.raises(TransferTruncated):
             await too_many.wait()
@@ -85,11 +122,12 @@ async def test_a_shorter_message_is_taken_and_its_length_told(make: Callable[[],
         assert buffer == bytes([9] * 10 + [0] * 90)
 
 
-async def test_a_longer_message_fails_and_the_link_goes_on(make: Callable[[], Transport]) -> None:
+@pytest.mark.parametrize("room", [0, 10, 2_000_000])
+async def test_a_longer_message_fails_and_the_link_goes_on(make: Callable[[], Transport], room: int) -> None:
     async with linked(make) as (near, far):
-        received = far.post_recv(1, view(10))
-        near.send(1, view(200_000, 9))
-        with pytest.raises(TransferTruncated, match="at most 10 bytes but peer sent 200000"):
+        received = far.post_recv(1, view(room))
+        near.send(1, view(5_000_000, 9))
+        with pytest.raises(TransferTruncated, match=f"at most {room} bytes but peer sent 5000000"):
             await received.wait()
         again = far.post_recv(1, view(10))
         near.send(1, view(10))

@@ -40,6 +40,9 @@ class FakeLink:
 
     def __init__(self) -> None:
         self.posted: dict[int, tuple[memoryview, Op, OnBytes | None]] = {}
+        self.parts: dict[
+            int, tuple[int, int]
+        ] = {}  # of these, bytes that came and how many of them are in the buffer
         self.is_closed = False
 
     def post_recv(self, tag: int, buffer: memoryview, on_bytes: OnBytes | None = None) -> Op:
@@ -58,11 +61,29 @@ class FakeLink:
         return None
 
     def arrive(self, tag: int, content: bytes) -> None:
-        buffer, op, on_bytes = self.posted.pop(tag)
-        buffer[: len(content)] = content
-        if on_bytes is not None:
-            on_bytes(len(content))
+        """The rest of it, or all."""
+        _buffer, op, _on_bytes = self.posted[tag]
+        self._come(tag, content, len(content))
+        del self.posted[tag]
+        self.parts.pop(tag, None)
         op.finish(len(content))
+
+    def arrive_partly(self, tag: int, content: bytes) -> None:
+        """Half of what has not come yet."""
+        num_here, _ = self.parts.get(tag, (0, 0))
+        half = (num_here + len(content)) // 2
+        if half > num_here:
+            self._come(tag, content, half)
+
+    def _come(self, tag: int, content: bytes, end: int) -> None:
+        buffer, _op, on_bytes = self.posted[tag]
+        num_here, num_kept = self.parts.get(tag, (0, 0))
+        num_kept_then = num_kept + end - num_here
+        buffer[num_kept:num_kept_then] = content[num_here:end]
+        assert on_bytes is not None
+        is_taken = on_bytes(buffer[:num_kept_then], end == len(content))
+        assert is_taken or num_kept == num_here or end == len(content), "once taken, always taken"
+        self.parts[tag] = (end, 0 if is_taken else num_kept_then)
 
     async def close(self) -> None:
         self.is_closed = True
@@ -324,6 +345,17 @@ class Handoffs(RuleBasedStateMachine):
     def stop_keeping(self, which: int, peer: int) -> None:
         """As if what is kept were a handoff's."""
         self.say(peer, (Abort(KEPT, None), AbortOk(KEPT), Want(KEPT, 9), Abort("", None))[which % 4])
+
+    @rule(peer=indexes, which=indexes)
+    def some_bytes_come(self, peer: int, which: int) -> None:
+        sender = self.pick(self.peers, peer)
+        if sender is None:
+            return
+        slot = self.pick(sorted(slot for slot in sender.announced if slot in sender.link.posted), which)
+        if slot is not None:
+            head, mark = sender.announced[slot]
+            content = self.content_of(mark, head.num_bytes).numpy().tobytes()
+            self.in_loop(lambda: sender.link.arrive_partly(slot, content))
 
     @rule(peer=indexes, which=indexes, is_short=st.integers(0, 5))
     def bytes_come(self, peer: int, which: int, is_short: int) -> None:
