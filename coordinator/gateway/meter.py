@@ -16,7 +16,7 @@ from contracts.service import Service
 from coordinator.backend import Backend, Capacity, Readiness, WorkerAudit
 from coordinator.gateway.context import CURRENT, RequestContext
 from coordinator.planning import PlanRecord
-from coordinator.predict import Record
+from coordinator.records import Record
 
 logger = logging.getLogger(__name__)
 
