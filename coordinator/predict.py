@@ -120,6 +120,10 @@ class Predictor:
         reading_s = (model.prefill_s(num_known - past, past, chunk) for model in islice(known, MAX_WEIGHED))
         return RULES.overhead_s + min(reading_s, default=num_known * _NOMINAL_TOKEN_S)
 
+    def waits(self, ask: Ask, reason: str) -> None:
+        """It is not even looked at."""
+        self._records.add(ask, self._clock(), ("wait", reason))
+
     def refused(self, ask: Ask, reason: str) -> None:
         """It leaves without a worker."""
         self._records.add(ask, self._clock(), ("refused", reason))
