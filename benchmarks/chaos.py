@@ -1,7 +1,8 @@
 """Does anybody notice when workers die all the time? `python -m benchmarks.chaos --minutes 30`
 
     reference   each of a few prompts once, undisturbed                  the right answers
-    chaos       S closed loops over the same prompts; every E seconds a random worker is
+    chaos       S closed loops over the same prompts, as told by ever new tenants, so that no cache knows
+                them and their KV is handed over each time; every E seconds a random worker is
                   killed       SIGKILL
                   stopped      SIGSTOP, and SIGCONT after some seconds, if it is still there
                   restarted    SIGTERM
@@ -23,9 +24,9 @@ import random
 import signal
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +40,28 @@ from benchmarks.result import Check, Result, Row, conclude, text_table
 from benchmarks.server_metrics import Snapshot, scrape
 from benchmarks.servers import Arm, GivenHost, Launch, OurHost, ServerError
 
-NUM_PROMPTS = 12
+NUM_STORIES = 4
+NUM_CALLS = 3  # of a story: each prompt goes on from the one before
 OUTPUT_TOKENS = (16, 96)
-PROMPT_WORDS = (8, 300)
+PROMPT_WORDS = (8, 100)  # more than the call before
 STOP_S = (0.5, 15.0)
 PATIENCE_S = 240.0  # with one request: several lost workers, each of whose replacements takes its time
 REST_S = 60.0
 SAMPLE_PERIOD_S = 2.0
 MIN_COMPLETED = 0.995
+# While the one prefill worker of the default split is away, decode workers read for themselves.
+MIN_HANDOFFS_EACH = 0.25
 # What a worker takes when it is first written, not when it starts: so little that all of it is in use within WARM_S.
 SMALL = {"engine.kv_cache_bytes": 48 << 20, "transfer.slot_bytes": 1 << 20}
 DEEDS = ("killed", "stopped", "restarted")
 _WORDS = (
     "winter", "river", "clock", "bread", "moon", "train", "light", "house", "garden", "paper", "stone", "music",
 )  # fmt: skip
+_COUNTERS = {
+    "handoffs": "baton_handoff_exposed_seconds_count",  # prompts whose KV prefill handed to decode
+    "continuations": "baton_continuations_total",
+    "migrations": "baton_migrations_total",
+}
 _HELD = ("running", "reserved", "in_handoff", "quarantined")
 
 
@@ -65,14 +74,27 @@ class Plan:
     num_streams: int = 4
     seed: int = 0
 
-    def calls(self) -> list[Call]:
+    def stories(self) -> list[list[Call]]:
         """Prompts of many lengths, answers of many lengths, the same for the same seed."""
         rng = random.Random(self.seed)
-        made = []
-        for number in range(NUM_PROMPTS):
-            words = " ".join(rng.choices(_WORDS, k=rng.randint(*PROMPT_WORDS)))
-            made.append(Call(f"c{number}", f"Tell story {number} of: {words}.", rng.randint(*OUTPUT_TOKENS)))
-        return made
+        stories = []
+        for number in range(NUM_STORIES):
+            prompt, calls = f"Tell story {number} of:", []
+            for turn in range(NUM_CALLS):
+                prompt = " ".join([prompt, *rng.choices(_WORDS, k=rng.randint(*PROMPT_WORDS))])
+                calls.append(Call(f"c{number}.{turn}", prompt, rng.randint(*OUTPUT_TOKENS)))
+            stories.append(calls)
+        return stories
+
+    def told(self, rng: random.Random) -> Iterator[Call]:
+        """Stories without end, each under a salt of its own: what was asked before is in no cache for it, and the
+        answer is the same.
+        """
+        stories = self.stories()
+        while True:
+            salt = f"{rng.getrandbits(64):x}"
+            for call in rng.choice(stories):
+                yield replace(call, more={"cache_salt": salt})
 
 
 @dataclass(slots=True)
@@ -96,7 +118,6 @@ class Chaos:
         self._client = client
         self._plan = plan
         self._rng = random.Random(plan.seed)
-        self._calls = plan.calls()
         self._clock = RunClock()
         self._end_s = 0.0
         self._watcher = Watcher()
@@ -105,7 +126,7 @@ class Chaos:
     async def run(self) -> Seen:
         """Raises ValueError if a prompt is not answered before anything was disturbed."""
         seen = self.seen
-        for call in self._calls:
+        for call in chain.from_iterable(self._plan.stories()):
             trail = await self._ask(call)
             if trail.outcome != "ok":
                 raise ValueError(f"expected an answer to {call.request_id} but got {trail.error}")
@@ -116,7 +137,7 @@ class Chaos:
             sampling = group.create_task(self._sample())
             async with asyncio.TaskGroup() as load:
                 for _ in range(self._plan.num_streams):
-                    load.create_task(self._load())
+                    load.create_task(self._load(random.Random(self._rng.random())))
                 load.create_task(self._disturb(load))
             seen.held = await self._rest()
             sampling.cancel()
@@ -129,9 +150,11 @@ class Chaos:
         await self._client.stream(trail, self._clock)
         return trail
 
-    async def _load(self) -> None:
-        while self._clock.now_s() < self._end_s:
-            trail = await self._ask(self._rng.choice(self._calls))
+    async def _load(self, rng: random.Random) -> None:
+        for call in self._plan.told(rng):
+            if self._clock.now_s() >= self._end_s:
+                break
+            trail = await self._ask(call)
             self.seen.trails.append(trail)
             if trail.status != 200:
                 await asyncio.sleep(1.0)  # as Retry-After says at least
@@ -201,8 +224,7 @@ def _grown(before: Snapshot | None, after: Snapshot | None) -> dict[str, float]:
     """The coordinator's own counters; workers' begin anew with each life."""
     if before is None or after is None:
         return {}
-    names = ("baton_continuations_total", "baton_migrations_total")
-    return {name: after.sums.get(name, 0.0) - before.sums.get(name, 0.0) for name in names}
+    return {name: after.sums.get(key, 0.0) - before.sums.get(key, 0.0) for name, key in _COUNTERS.items()}
 
 
 # --- what it means; pure ----------------------------------------------------------------------------------------------
@@ -218,12 +240,19 @@ def checks_of(seen: Seen, growths: Sequence[Growth]) -> list[Check]:
         Check("same_outputs", _share(same, completed), "==", 1.0),
         Check("one_end", _share(ended_once, accepted), "==", 1.0),
         Check("audit_blocks", seen.held, "==", 0),
+        Check(
+            "handoffs_per_request", _each(seen.counters.get("handoffs"), completed), ">=", MIN_HANDOFFS_EACH
+        ),
         *growth_checks(growths),
     ]
 
 
 def _share(part: Sequence[Trail], whole: Sequence[Trail]) -> float | None:
     return len(part) / len(whole) if whole else None
+
+
+def _each(count: float | None, trails: Sequence[Trail]) -> float | None:
+    return count / len(trails) if count is not None and trails else None
 
 
 def summary(plan: Plan, seen: Seen) -> Row:

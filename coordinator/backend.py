@@ -19,7 +19,7 @@ from contracts.request import Finished, GenerateRequest, TokenSink
 from contracts.roles import RoleLabel
 from contracts.service import Service
 from coordinator.planning import PlanRecord
-from coordinator.predict import Record
+from coordinator.records import Record
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from coordinator.fleet import Fleet
 from coordinator.flow import Flow
 from coordinator.links import WorkerLink
 from coordinator.planning import Planning, PlanRecord
-from coordinator.predict import Record
+from coordinator.records import Record
 
 AUDIT_TIMEOUT_S = 5.0
 

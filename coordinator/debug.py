@@ -20,7 +20,7 @@ from contracts.errors import AuthenticationError, PermissionDenied
 from coordinator.addresses import is_loopback
 from coordinator.backend import WorkerAudit, WorkerStatus
 from coordinator.planning import PlanRecord
-from coordinator.predict import Record
+from coordinator.records import Record
 
 
 def check_debug_access(request: Request, admin_key: str | None, sees_clients: bool = True) -> None:
@@ -90,6 +90,8 @@ def _decision(record: Record, now_s: float) -> dict[str, Any]:
         "age_s": round(now_s - record.at_s, 3),
         "class": record.service_class,
         "prompt_tokens": record.prompt_tokens,
+        "ttft_ms": None if record.ttft_s is None else _ms(record.ttft_s),
+        "itl_ms": None if record.itl_s is None else _ms(record.itl_s),
         "left_ms": None if record.left_s is None else _ms(record.left_s),
         "slack_ms": None if record.slack_s is None else _ms(record.slack_s),
         "rule": record.rule,

@@ -264,6 +264,7 @@ class Flow:
         """
         self._fleet.check_open()
         if self._num_running >= self._config.coordinator.max_running:
+            self.predictor.waits(ask, "max_running")
             return NotNow("max_running", 0)
         ask = replace(ask, waited_s=time.monotonic() - arrived_s)
         answer = self.predictor.place(ask, self._readers(), self._writers())

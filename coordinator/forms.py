@@ -98,17 +98,23 @@ class Envelope:
         known. `timings_ms` only if asked for: clients are strict.
         """
         usage = self._counts(sum(end.num_tokens for end in ends.values()))
-        firsts = [
-            ends[p * self._job.params.num_outputs].num_cached_tokens for p in range(len(self._job.prompts))
-        ]
-        known = [count for count in firsts if count is not None]
         if self._job.reading.thinks:
             num_thought_tokens = sum(end.num_thought_tokens for end in ends.values())
             usage["completion_tokens_details"] = {"reasoning_tokens": num_thought_tokens}
-        usage["prompt_tokens_details"] = {"cached_tokens": sum(known)} if len(known) == len(firsts) else None
+        num_cached = self._num_cached(ends)
+        usage["prompt_tokens_details"] = None if num_cached is None else {"cached_tokens": num_cached}
         if self._job.params.includes_timings:
             usage["timings_ms"] = _timings_ms([end.timings for end in ends.values()])
         return usage
+
+    def _num_cached(self, ends: dict[int, End]) -> int | None:
+        """Prompt tokens that nobody had to read. Of a prompt's outputs all but one may find what that one has read."""
+        each = self._job.params.num_outputs
+        hits = [
+            [count for k in range(each) if (count := ends[p * each + k].num_cached_tokens) is not None]
+            for p in range(len(self._job.prompts))
+        ]
+        return sum(map(min, hits)) if all(hits) else None
 
     def _counts(self, num_output_tokens: int) -> Json:
         num_prompt_tokens = self._job.num_prompt_tokens

@@ -23,11 +23,11 @@ from contracts.cached import Cached, keys_in
 from contracts.config import BatonConfig
 from contracts.request import GenerateRequest
 from contracts.roles import RoleLabel
-from contracts.service import ServiceClass
 from contracts.steps import StepReport
 from coordinator.ask import RULES, Ask
 from coordinator.learned import step_model, whole_reports
 from coordinator.placement import Demand, NotNow, Placement, WorkerView, has_room, place, within_leftover
+from coordinator.records import Record, Records, against, without_room
 from policy.chunks import Cadence
 from policy.fleet import FleetView, WorkerState
 from policy.link_model import LinkModel
@@ -36,7 +36,6 @@ from policy.planner import SMALL
 from policy.prefix import Key, PrefixIndex, keys_of
 from policy.step_model import StepModel
 
-NUM_RECORDS = 256
 MAX_WEIGHED = 16  # workers of one role that are looked at, beside those that hold a prefix
 _PROBE_BYTES = 64 << 20  # a self-test's speed is believed as one transfer of this size
 _MAX_INDEXED_BLOCKS = 1 << 20
@@ -46,31 +45,15 @@ _DOUBT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """What was last said about one request. `rule`: "predicted"; "load", "wait", "refused" or "left" with the reason
-    in `verdict`. `left_s`: to the promised first token, `slack_s`: less what reading takes; None without a promise.
-    `options`: all that were weighed.
-    """
-
-    request_id: str
-    at_s: float
-    prompt_tokens: int
-    left_s: float | None
-    rule: str
-    verdict: str
-    placement: Placement | None
-    options: tuple[Option, ...] = ()
-    service_class: ServiceClass = "interactive"
-    slack_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class _Weighed:
-    """What predictions say. `opens_in_s`: until a worker that has enough to do is open again."""
+    """What predictions say. `opens_in_s`: until a worker that has enough to do is open again. `options`: all that were
+    weighed and, where there was no way, what speaks against the others.
+    """
 
     verdict: str
     decision: Decision | None = None
     opens_in_s: float = math.inf
+    options: tuple[Option, ...] = ()
 
 
 class Predictor:
@@ -94,12 +77,12 @@ class Predictor:
         self._index = PrefixIndex(_MAX_INDEXED_BLOCKS)
         self._known: set[str] = set()
         self._hashed: dict[str, tuple[GenerateRequest, list[Key]]] = {}
-        self._records: dict[str, Record] = {}
+        self._records = Records()
 
     @property
     def records(self) -> list[Record]:
         """The last word on each of the last requests, newest last."""
-        return list(self._records.values())
+        return self._records.all()
 
     def place(
         self, ask: Ask, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView]
@@ -119,11 +102,11 @@ class Predictor:
                 "no room", demand.num_blocks
             )
         if isinstance(answer, NotNow):
-            self._remember(ask, "wait", answer.verdict, None, weighed)
+            self._records.add(ask, self._clock(), ("wait", answer.verdict), None, weighed.options)
             return answer
         self._lost_since_s = None
         self._begun(answer.reader_id, prefills, decodes)
-        self._remember(ask, rule, weighed.verdict, answer, weighed)
+        self._records.add(ask, self._clock(), (rule, weighed.verdict), answer, weighed.options)
         return answer
 
     def service_s(self, request: GenerateRequest) -> float:
@@ -137,13 +120,17 @@ class Predictor:
         reading_s = (model.prefill_s(num_known - past, past, chunk) for model in islice(known, MAX_WEIGHED))
         return RULES.overhead_s + min(reading_s, default=num_known * _NOMINAL_TOKEN_S)
 
+    def waits(self, ask: Ask, reason: str) -> None:
+        """It is not even looked at."""
+        self._records.add(ask, self._clock(), ("wait", reason))
+
     def refused(self, ask: Ask, reason: str) -> None:
         """It leaves without a worker."""
-        self._remember(ask, "refused", reason, None, _Weighed(reason))
+        self._records.add(ask, self._clock(), ("refused", reason))
 
     def left(self, ask: Ask) -> None:
         """Its client left while it waited."""
-        self._remember(ask, "left", "client left", None, _Weighed(""))
+        self._records.add(ask, self._clock(), ("left", "client left"))
 
     def granted(self, request: GenerateRequest, decode_id: str, num_cached: int) -> None:
         """What the decode worker really holds: forget the rest."""
@@ -173,28 +160,6 @@ class Predictor:
             if news.stored:  # a lost worker gets no place in the index
                 self._index.add(worker_id, keys_in(news.stored))
 
-    def _remember(
-        self, ask: Ask, rule: str, verdict: str, placement: Placement | None, weighed: _Weighed
-    ) -> None:
-        """A request that waits is asked about at every change of the fleet: its last answer counts."""
-        left_s = ask.left_s if math.isfinite(ask.left_s) else None
-        request_id = ask.request.request_id
-        self._records.pop(request_id, None)
-        self._records[request_id] = Record(
-            request_id,
-            self._clock(),
-            ask.request.num_known_tokens,
-            left_s,
-            rule,
-            verdict,
-            placement,
-            weighed.decision.options if weighed.decision else (),
-            ask.service.service_class,
-            None if left_s is None else left_s - ask.service_s,
-        )
-        if len(self._records) > NUM_RECORDS:
-            del self._records[next(iter(self._records))]
-
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _weigh(
@@ -211,7 +176,7 @@ class Predictor:
         readers = [p for p in prefills if p.worker_id not in ask.avoid and p.num_blocks >= demand.num_blocks]
         writers = [d for d in decodes if d.worker_id not in ask.avoid and has_room(d, demand)]
         if not writers:
-            return _Weighed("no room")
+            return _Weighed("no room", options=without_room(demand, decodes, ask.avoid))
         held = self._held(ask.request)
         cadence, rules = Cadence(own_itl_s), self._rules(writers[0])
         placer = Placer(rules, self._links, self._rng)
@@ -237,7 +202,10 @@ class Predictor:
         verdict: str = decision.verdict
         if decision.chosen is not None and decision.chosen.decode_id not in {d.worker_id for d in writers}:
             verdict = "no_decode_room"  # the policy would have a prefill worker write
-        return _Weighed(verdict, decision, opens_in_s)
+        options = decision.options
+        if verdict != "placed":
+            options += against(rules, job, states, options, now_s)
+        return _Weighed(verdict, decision, opens_in_s, options)
 
     def _wait(
         self, ask: Ask, demand: Demand, weighed: _Weighed, decodes: Sequence[WorkerView]

@@ -44,7 +44,8 @@ class Story:
         self._num_attempts = 0
         self._num_continuations = 0
         self._has_faulted = False
-        self._num_cached: int | None = None
+        self._num_cached = len(request.prompt_ids)
+        self._is_read = False  # an attempt gave the first token
         self.last_error: BatonError | None = None
         self.avoid: frozenset[str] = frozenset()
 
@@ -72,12 +73,13 @@ class Story:
         self._known += token_ids
 
     def finished(self, end: Finished) -> Finished:
-        """The end with what only the whole story knows: cache hits of the attempt that gave the first token.
+        """The end with what only the whole story knows: the least cache hits of the attempts up to the first token.
 
-        A continuation finds the request's own blocks in the cache; nobody was spared their computing.
+        A continuation finds the request's own blocks in the cache; nobody was spared their computing. What a prefill
+        worker found for an attempt that gave no token was never told, and counts as nothing.
         """
-        cached = end.num_cached_tokens if self._num_cached is None else self._num_cached
-        return replace(end, num_cached_tokens=min(cached, len(self._request.prompt_ids)))
+        cached = self._num_cached if self._is_read else min(self._num_cached, end.num_cached_tokens)
+        return replace(end, num_cached_tokens=cached)
 
     def end(self) -> Finished | None:
         """The end that a lost worker did not come to tell, if the last token sent was the last one.
@@ -97,8 +99,9 @@ class Story:
         A failed step goes on once: its other sequences did nothing wrong, and a fault of the request itself, or of the
         model, shows again.
         """
-        if self._num_cached is None and len(self._known) > len(self._request.output_ids):
-            self._num_cached = num_cached
+        if not self._is_read:
+            self._num_cached = min(self._num_cached, num_cached)
+            self._is_read = len(self._known) > len(self._request.output_ids)
         self.last_error = error
         self.avoid |= frozenset(worker_ids)
         if isinstance(error, DrainingError):

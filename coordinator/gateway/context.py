@@ -55,6 +55,7 @@ class RequestContext:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     _seen: list[tuple[int, ...]] = field(default_factory=list)
+    _hits: dict[int, int] = field(default_factory=dict)  # by id: `_seen` has the prompts
 
     def settle(self, slo: SloConfig, tier: Tier | None, model: str) -> Service:
         """Class and promises from headers, body and key. Raises RequestError, PermissionDenied: see read_service."""
@@ -78,12 +79,21 @@ class RequestContext:
         self._seen.append(prompt_ids)
         self.num_prompt_tokens += len(prompt_ids)
 
+    def found(self, prompt_ids: tuple[int, ...], num_cached: int) -> None:
+        """Cache hits of one output of a prompt that was read. All but one of them may find what that one has read, so
+        the least of them count.
+        """
+        before = self._hits.get(id(prompt_ids))
+        least = self._hits[id(prompt_ids)] = num_cached if before is None else min(before, num_cached)
+        self.num_cached_tokens += least - (before or 0)
+
     def forget(self) -> None:
         """Nothing came of what was read: somebody else is asked, and it is not charged twice."""
         if not self.caller.is_batch:
             self.quota.take_output(-self.num_prompt_tokens - self.num_output_tokens)
         self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
         self._seen.clear()
+        self._hits.clear()
 
     @property
     def output_bucket(self) -> Bucket | None:

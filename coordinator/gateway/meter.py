@@ -16,7 +16,7 @@ from contracts.service import Service
 from coordinator.backend import Backend, Capacity, Readiness, WorkerAudit
 from coordinator.gateway.context import CURRENT, RequestContext
 from coordinator.planning import PlanRecord
-from coordinator.predict import Record
+from coordinator.records import Record
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class MeteredBackend:
         logger.debug("request %s generates as %s", context.request_id, request.request_id)
         end = await self._run(_within(request, context), _counted(context, sink), deadline_s, context)
         if end is not None:
-            context.num_cached_tokens += end.num_cached_tokens
+            context.found(request.prompt_ids, end.num_cached_tokens)
         return end
 
     async def _run(

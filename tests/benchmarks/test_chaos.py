@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import islice, pairwise
 
 import pytest
 
-from benchmarks.chaos import Plan, Seen, checks_of, failures, summary
+from benchmarks.chaos import MIN_HANDOFFS_EACH, Plan, Seen, checks_of, failures, summary
 from benchmarks.client import Call, Trail
 from benchmarks.growth import Life, Sample, growths_of
 from benchmarks.processes import children, command_of, num_files, own_kib, parent, resident_kib
@@ -31,9 +34,12 @@ def trail(text: str = "abc", status: int = 200, ends: tuple[str, ...] = ("length
     return made
 
 
-def seen_of(*trails: Trail, held: int | None = 0) -> Seen:
+def seen_of(*trails: Trail, held: int | None = 0, num_handoffs: int | None = None) -> Seen:
+    """`num_handoffs` None: one for each request."""
     steady = [Sample(float(second), 200_000 + second % 7, 20) for second in range(300)]
-    return Seen({"c0": "abc"}, list(trails), lives=[Life(1, "decode", samples=steady)], held=held)
+    counters = {"handoffs": float(len(trails) if num_handoffs is None else num_handoffs)}
+    lives = [Life(1, "decode", samples=steady)]
+    return Seen({"c0": "abc"}, list(trails), lives=lives, held=held, counters=counters)
 
 
 def failed(seen: Seen) -> list[str]:
@@ -68,8 +74,33 @@ def test_a_run_that_measured_nothing_has_failed() -> None:
     assert len(failed(Seen())) == len(checks_of(Seen(), []))
 
 
+def test_a_run_in_which_hardly_any_kv_moved_says_little_about_moving_it() -> None:
+    many = [trail()] * 200
+    assert failed(seen_of(*many, num_handoffs=MIN_HANDOFFS_EACH * 200)) == []
+    assert failed(seen_of(*many, num_handoffs=MIN_HANDOFFS_EACH * 200 - 1)) == ["handoffs_per_request"]
+    assert summary(Plan(60.0), seen_of(*many, num_handoffs=150))["handoffs"] == 150
+
+
 def test_the_same_seed_asks_the_same() -> None:
-    assert Plan(seed=3).calls() == Plan(seed=3).calls() != Plan(seed=4).calls()
+    assert Plan(seed=3).stories() == Plan(seed=3).stories() != Plan(seed=4).stories()
+
+
+def test_no_cache_knows_a_story_that_is_asked_again_and_its_answers_are_the_same() -> None:
+    told = list(islice(Plan(seed=3).told(random.Random(1)), 200))
+    references = {call.request_id: call for story in Plan(seed=3).stories() for call in story}
+    asked = [(call.request_id, str(call.more["cache_salt"])) for call in told]
+    assert len(set(asked)) == len(asked)
+    for call in told:
+        assert replace(call, more={}) == references[call.request_id]
+
+
+def test_each_call_of_a_story_goes_on_from_the_one_before_under_the_same_salt() -> None:
+    told = list(islice(Plan(seed=3).told(random.Random(1)), 200))
+    for before, after in pairwise(told):
+        if before.more == after.more:
+            assert str(after.prompt).startswith(str(before.prompt))
+            assert len(after.prompt) > len(before.prompt)
+    assert len({str(call.more["cache_salt"]) for call in told}) < len(told)
 
 
 def test_a_process_is_looked_at_from_outside() -> None:

@@ -16,7 +16,7 @@ from contracts.service import Service
 from coordinator.backend import Capacity, PoolReadiness, Readiness, WorkerAudit, WorkerStatus
 from coordinator.placement import Placement
 from coordinator.planning import PlanRecord
-from coordinator.predict import Record
+from coordinator.records import Record
 from policy.chunks import Cadence
 from policy.place import Option
 from policy.planner import Flip, Mix, Plan, Prompts
@@ -146,7 +146,7 @@ class FakeBackend:
     def decisions(self) -> list[Record]:
         option = Option("remote", "prefill-0", "decode-0", 0.25, 0.02, math.inf)
         placement = Placement("decode-0", "prefill-0")
-        return [Record("r.1", 0.0, 7, 0.5, "predicted", "placed", placement, (option,))]
+        return [Record("r.1", 0.0, 7, 0.5, "predicted", "placed", placement, (option,), ttft_s=0.6)]
 
     def plans(self) -> list[PlanRecord]:
         mix = Mix(2.0, 100.0, 80.0, 30.0, Cadence(0.05), Prompts(250.0, 220.0))

@@ -9,7 +9,7 @@ import pytest
 from contracts.channel import Channel
 from contracts.messages import Prefill
 from contracts.steps import StepReport
-from coordinator import predict
+from coordinator import records
 from coordinator.line import Pace
 from tests.coordinator.fake_worker import FakeWorker, finish, hand_off, send_tokens
 from tests.coordinator.flow_scene import Scene, collect, expected, request, scene, until
@@ -52,7 +52,7 @@ async def test_of_workers_that_are_gone_a_coordinator_keeps_nothing(
     slo_ms: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What is kept of the last ones, whoever they were, is full before it is counted.
-    monkeypatch.setattr(predict, "NUM_RECORDS", 4)
+    monkeypatch.setattr(records, "NUM_RECORDS", 4)
     monkeypatch.setattr(Pace, "WINDOW", 4)
     pair = pair_of_life(0)
     async with scene(*pair, slo__ttft_ms=slo_ms, slo__itl_ms=slo_ms) as s:

@@ -241,6 +241,25 @@ async def test_batches_are_prompt_major_and_echo_their_prompts() -> None:
         assert [joined(chunks, i) for i in range(4)] == texts
 
 
+@pytest.mark.parametrize(("hits", "cached"), [((48, 0, 32), 0), ((16, 16, 16), 16)])
+async def test_what_one_choice_has_read_for_another_is_no_cache_hit(
+    hits: tuple[int, ...], cached: int
+) -> None:
+    """Of a prompt that nobody had read, one choice reads it, whichever comes first, and the others find it."""
+    left = iter(hits)
+    async with service(lambda _: [*b"Hi", Finished("length", next(left))]) as s:
+        answer = (await s.chat(n=3, temperature=1)).json()
+        assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
+
+
+async def test_a_choice_that_a_stop_string_ended_says_nothing_of_the_cache() -> None:
+    """What it found there is told at the end, which nobody waited for; the other choices of the prompt were told."""
+    left = iter([b"Ho!", b"Hi"])
+    async with service(lambda _: [*next(left), Finished("length", 16)]) as s:
+        answer = (await s.chat(n=2, temperature=1, stop="o!")).json()
+        assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+
+
 async def test_echo_alone_returns_the_prompt_and_runs_nothing() -> None:
     async with service() as s:
         answer = (await s.complete("The END", max_tokens=0, echo=True, stop=["END"])).json()

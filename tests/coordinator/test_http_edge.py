@@ -219,6 +219,8 @@ async def test_decisions_are_told_with_the_numbers_of_every_option() -> None:
             "request_id": "r.1",
             "class": "interactive",
             "prompt_tokens": 7,
+            "ttft_ms": 600.0,
+            "itl_ms": None,
             "left_ms": 500.0,
             "slack_ms": None,
             "rule": "predicted",

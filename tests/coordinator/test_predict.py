@@ -17,7 +17,8 @@ from contracts.service import Service
 from contracts.steps import StepReport
 from coordinator.ask import RULES, Ask
 from coordinator.placement import NotNow, Placement, WorkerView
-from coordinator.predict import NUM_RECORDS, Predictor, Record
+from coordinator.predict import Predictor
+from coordinator.records import NUM_RECORDS, Record
 
 # 10 ms to read the weights, 100 µs a prompt token; nobody's predictions are off.
 STEPS = StepReport((0.010, 20e-6, 10e-9), (0.005, 100e-6, 1e-9, 100e-6, 10e-9), 1.0, 0.0, True, True)

@@ -82,6 +82,18 @@ async def test_a_burst_is_counted_when_it_is_sent_and_not_when_the_worker_tells(
         assert [record.rule for record in s.flow.predictor.records] == ["load", "load", "left"]
 
 
+async def test_no_more_run_at_once_than_allowed_and_who_waits_for_that_is_told_so() -> None:
+    async with scene(*pair(), coordinator__max_running=1) as s:
+        first, second = (asyncio.create_task(ask(s, named(name))) for name in ("first", "second"))
+        await until(lambda: s.flow.num_waiting == 1 and reserved(s) == ["first"])
+        record = s.flow.predictor.records[-1]
+        assert (record.request_id, record.rule, record.verdict) == ("second.1", "wait", "max_running")
+        first.cancel()
+        await until(lambda: reserved(s) == ["first", "second"])
+        second.cancel()
+        await asyncio.gather(first, second, return_exceptions=True)
+
+
 async def test_a_refusal_is_not_asked_for_again_until_the_worker_tells_anew() -> None:
     async with scene(*pair()) as s:
         run_remote(s)

@@ -107,6 +107,17 @@ def test_cache_hits_are_those_of_the_attempt_that_gave_the_first_token() -> None
     assert story.finished(Finished("stop", num_cached_tokens=5)) == Finished("stop", num_cached_tokens=1)
 
 
+def test_what_a_lost_attempt_has_read_is_no_cache_hit_though_no_token_came_of_it() -> None:
+    """Its reader lives, and the next attempt finds there what this one had computed."""
+    story = make_story()
+    story.lost(WorkerLostError("before any token"), ["d1"], 0)
+    assert story.finished(Finished("stop", num_cached_tokens=3)).num_cached_tokens == 0
+    story.lost(WorkerLostError("before any token"), ["d2"], 3)
+    send(story, 5)
+    story.lost(WorkerLostError("x"), ["d2"], 3)
+    assert story.finished(Finished("stop", num_cached_tokens=3)).num_cached_tokens == 0
+
+
 def test_cache_hits_are_never_more_than_the_prompt() -> None:
     story = make_story(output_ids=(5, 5))
     assert story.finished(Finished("stop", num_cached_tokens=5)).num_cached_tokens == 3

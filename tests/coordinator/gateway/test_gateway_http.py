@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from contracts.request import GenerateRequest
+from contracts.request import Finished, GenerateRequest
 from coordinator.gateway.guards import Edit, GuardedRequest, Refusal, Window
 from coordinator.gateway.usage import totals
 from tests.coordinator.fake_backend import Step, reply
@@ -270,6 +270,22 @@ async def test_cors_is_off_and_on_only_for_listed_origins(tmp_path: Path) -> Non
         assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, origin)
         other = await s.client.post(URL, json=CHAT, headers={**bearer(key), "Origin": "https://evil.example"})
         assert "access-control-allow-origin" not in other.headers
+
+
+async def test_the_ledger_has_the_cache_hits_of_each_prompt_once(tmp_path: Path) -> None:
+    """As the client is told: of a prompt's choices one reads it, and the others may find what it has read."""
+    hits = iter([2, 1, 2, 0, 4, 4])
+    async with gateway_service(
+        lambda _: [*b"Hi", Finished("length", next(hits))],
+        folder=tmp_path,
+        usage_url=f"sqlite:///{tmp_path}/u.db",
+    ) as s:
+        body = {"model": MODEL, "prompt": ["alpha", "beta", "gamma"], "n": 2, "temperature": 1}
+        usage = (await s.client.post("/v1/completions", json=body)).json()["usage"]
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 5}
+        assert s.gateway.ledger is not None
+        [told] = s.gateway.ledger._sums.values()
+        assert (told.prompt_tokens, told.cached_tokens) == (usage["prompt_tokens"], 5)
 
 
 async def test_the_ledger_has_every_token_by_tenant_and_endpoint(tmp_path: Path) -> None:
