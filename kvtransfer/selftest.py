@@ -20,8 +20,8 @@ from torch import Tensor
 from contracts.channel import Channel
 from contracts.errors import HandoffError
 from contracts.messages import Probe, Want
-from kvtransfer.outgoing import Route
 from kvtransfer.pages import checksum
+from kvtransfer.route import Route
 from kvtransfer.transport import Op
 
 ECHO_BYTES = 256 << 10  # probes up to this size come back

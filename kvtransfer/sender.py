@@ -44,12 +44,14 @@ from contracts.messages import (
 )
 from contracts.ticket import Ticket
 from kvtransfer.fp8 import Fp8Source, is_agreed
-from kvtransfer.outgoing import Outgoing, OutgoingResult, Route, Source
+from kvtransfer.outgoing import Outgoing, OutgoingResult
 from kvtransfer.pages import Pages
 from kvtransfer.paths import LEAST_JUDGED_BYTES, ON_ONE_HOST, Path, Paths, least_gigabytes_per_s
 from kvtransfer.reshard import Reshard, check_layouts
+from kvtransfer.route import Route, Source
 from kvtransfer.selftest import SelfTest
 from kvtransfer.slots import KEPT_SLOTS, SendSlots, Staging
+from kvtransfer.stretch import OnMoved
 from kvtransfer.transport import Link, LinkClosed, Op
 from kvtransfer.watch import WATCH_TAG, Watch, watch_link
 
@@ -104,6 +106,7 @@ class Sender:
         slots: SendSlots,
         config: TransferConfig,
         on_change: Callable[[], None],
+        on_moved: OnMoved,
     ) -> None:
         self.info = info
         self.status = PeerStatus(info.worker_id, False, detail="connecting")
@@ -116,6 +119,7 @@ class Sender:
         self._slots = slots
         self._config = config
         self._on_change = on_change
+        self._on_moved = on_moved
         self._outgoing: dict[str, Outgoing] = {}
         self._route: Route | None = None
         self._silence: WorkerLostError | None = None
@@ -220,7 +224,7 @@ class Sender:
             )  # fmt: skip
         route = self._route = Route(
             channel.send, link, staging, self._is_summed, self._slots, self._pages_for(channel.peer), slot_bytes,
-            config.progress_timeout_s, self._forget, deque(),
+            config.progress_timeout_s, self._forget, self._on_moved, deque(),
         )  # fmt: skip
         numbers = itertools.count()
 
