@@ -235,9 +235,10 @@ class Sender:
         watch = Watch(config.peer_timeout_s, ping, lambda: self._give_up(channel, "is silent"))
         end = watch_link(link, channel)
         try:
-            speed = await self._pass(channel, route, watch, end)
+            least = self._least_gigabytes_per_s()
+            speed = await self._pass(SelfTest(config.probe_bytes, channel, route, least), channel, watch, end)
             channel.send(Keep(KEPT_SLOTS))
-            self._set(self._judge(speed))
+            self._set(self._judge(speed, least))
             while True:
                 self._handle(channel, raise_if_refused(await channel.receive()))
                 watch.heard()
@@ -258,9 +259,8 @@ class Sender:
             )  # fmt: skip
         return Fp8Source(pages) if is_agreed(self._hello, peer) else pages
 
-    async def _pass(self, channel: Channel, route: Route, watch: Watch, end: Op) -> float:
+    async def _pass(self, test: SelfTest, channel: Channel, watch: Watch, end: Op) -> float:
         """Run the self-test: GB/s. Raises _PathFailed if bytes are damaged or do not come in time, or the link ends."""
-        test = SelfTest(self._config.probe_bytes, channel, route)
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
                 test.start()
@@ -294,10 +294,14 @@ class Sender:
             return self._config.checksum == "always"
         return self._path_name not in ON_ONE_HOST and self.info.host != self._paths.host
 
-    def _judge(self, speed: float) -> PeerStatus:
-        """Ready; and what an operator should know about the path. `speed` in GB/s."""
-        is_judged = self._config.probe_bytes >= LEAST_JUDGED_BYTES
-        least = least_gigabytes_per_s(self._path_name, self._paths.host) if is_judged else 0.0
+    def _least_gigabytes_per_s(self) -> float:
+        """Of the path of now; 0 if the self-test is too short to be judged."""
+        if self._config.probe_bytes < LEAST_JUDGED_BYTES:
+            return 0.0
+        return least_gigabytes_per_s(self._path_name, self._paths.host)
+
+    def _judge(self, speed: float, least: float) -> PeerStatus:
+        """Ready; and what an operator should know about the path. Both in GB/s."""
         is_slow = speed < least
         notes = [f"{name} is not used: {why}" for name, why in self._failed.items()]
         if is_slow:
