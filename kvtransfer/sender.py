@@ -166,9 +166,11 @@ class Sender:
                 begun_s = time.monotonic()
                 try:
                     await self._connect()
-                except BatonError as error:
-                    reason = str(self._silence or error)  # the error itself holds all of the connection
-                    logger.info("kv connection to %s: %s", self.info.worker_id, reason)
+                except Exception as error:  # whatever it is, the pair finds together again
+                    # NOTE: the error itself must not be kept: it holds all that was part of the connection.
+                    reason = str(self._silence or error) or repr(error)
+                    is_ours = isinstance(error, BatonError)
+                    logger.info("kv connection to %s: %s", self.info.worker_id, reason, exc_info=not is_ours)
                     self._set(PeerStatus(self.info.worker_id, False, self._path_name, detail=reason))
                     if isinstance(error, _PathFailed):
                         self._failed[self._path_name] = reason

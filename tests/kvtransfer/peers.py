@@ -1,7 +1,6 @@
-"""Endpoints in processes of their own, told what to do through a pipe, and a wire between them that can be cut.
+"""Endpoints in processes of their own, told what to do through a pipe.
 
-    test ──commands──► process "p": KvEndpoint ──Wire──► process "d": KvEndpoint
-                                                 └── slow, cut (a partition: no end is told), or leading elsewhere
+    test ──commands──► process "p": KvEndpoint ──Wire (wires.py)──► process "d": KvEndpoint
 
 A server that has imported everything forks them, so that one starts in milliseconds and may be killed without regret.
 """
@@ -13,11 +12,13 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import resource
 import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from contracts import wire
@@ -40,6 +41,7 @@ from tests.kvtransfer.tools import (
 CLONE_NEWNET, CLONE_NEWNS = 0x4000_0000, 0x2_0000
 MS_SLAVE_ALL = 1 << 19 | 1 << 14
 CALM_S = 0.002
+HOARDED_BYTES = (64 << 20, 1 << 20, 64 << 10, 16 << 10)
 ANSWER_S = 60.0  # a busy machine; what is waited for inside has its own, shorter limit
 
 for _kind in wire.KINDS:
@@ -204,6 +206,7 @@ class Endpoint:
         self._incoming: dict[str, Incoming] = {}
         self._source = make_slab(1)
         self._num_ready = 0
+        self._hoard: list[bytes] = []
         side.endpoint.on_peers_changed = self._peers_changed
 
     def publish(self, address: str) -> None:
@@ -255,10 +258,16 @@ class Endpoint:
         self, handoff_id: str, num_tokens: int, num_ready: int, source: int = 1, target: int = 1
     ) -> None:
         """Tokens [0, num_ready) are computed; `source` and `target` are the incarnations in the ticket."""
-        lives = {"source_incarnation": source, "target_incarnation": target}
-        handoff = self._handoffs[handoff_id] = self._make(handoff_id, num_tokens, **lives)
+        if handoff_id not in self._handoffs:
+            self.prepare(handoff_id, num_tokens, source, target)
+        handoff = self._handoffs[handoff_id]
         handoff.open(0)
         handoff.ready(num_ready)
+
+    def prepare(self, handoff_id: str, num_tokens: int, source: int = 1, target: int = 1) -> None:
+        """What is `open`'s, but for the endpoint."""
+        lives = {"source_incarnation": source, "target_incarnation": target}
+        self._handoffs[handoff_id] = self._make(handoff_id, num_tokens, **lives)
 
     def expect_growing(self, handoff_id: str, num_known: int, num_tokens: int) -> None:
         handoff = Growing(self._pair(), num_known, num_tokens, handoff_id=handoff_id)
@@ -306,8 +315,31 @@ class Endpoint:
         wanted = handoff.state if isinstance(handoff, Growing) else STATE
         return "ok" if outcome == wanted else type(outcome).__name__
 
+    def is_opened(self, handoff_id: str) -> bool:
+        """Whether prefill's first word of it has reached us."""
+        return self._incoming[handoff_id].has_started
+
     def is_pending(self, handoff_id: str) -> bool:
         return not self._handoffs[handoff_id].received.done()
+
+    def starve(self) -> None:
+        """From now on the system has no memory for us; what the interpreter has is enough for small objects only."""
+        small = [bytes(size) for size in range(32, 512, 16) for _ in range(3000)]
+        self._hoard.extend(small[::40])  # of each of its arenas, so that none is given back
+        del small
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), most))
+        for size in HOARDED_BYTES:
+            with contextlib.suppress(MemoryError):
+                while True:
+                    self._hoard.append(bytes(size))
+
+    def feed(self) -> None:
+        """There is memory again."""
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        self._hoard.clear()
 
     async def rest(self) -> None:
         """The audit: every slot is free, nothing is expected, nothing is under way."""
@@ -325,88 +357,3 @@ class Endpoint:
         source.slab = self._source
         own = self._side
         return Pair(own, own, 0) if own.endpoint._identity[0] == "p" else Pair(source, own, 0)
-
-
-# --- between two processes --------------------------------------------------------------------------------------------
-
-
-class Wire:
-    """A TCP proxy: `delay_s` per piece; `cut` lets nothing pass, ends included; `lead` takes new ones elsewhere."""
-
-    def __init__(self, target: int) -> None:
-        self._target = target
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._is_whole = asyncio.Event()
-        self._is_whole.set()
-        self._server: asyncio.Server | None = None
-        self.delay_s = 0.0
-
-    async def start(self) -> int:
-        self._server = await asyncio.start_server(self._accept, HOST, 0)
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
-
-    def cut(self) -> None:
-        self._is_whole.clear()
-
-    def heal(self) -> None:
-        self._is_whole.set()
-
-    def lead(self, target: int) -> None:
-        self._target = target
-
-    async def close(self) -> None:
-        assert self._server is not None
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(self._run(reader, writer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _run(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            await self._is_whole.wait()
-            far_reader, far_writer = await asyncio.open_connection(HOST, self._target)
-            try:
-                await asyncio.gather(self._pass(reader, far_writer), self._pass(far_reader, writer))
-            finally:
-                far_writer.transport.abort()
-        except OSError:
-            pass
-        finally:
-            writer.transport.abort()
-
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while True:
-            content = await reader.read(4096 if self.delay_s else 1 << 16)
-            await self._is_whole.wait()
-            if self.delay_s:
-                await asyncio.sleep(self.delay_s)
-            if not content:
-                raise ConnectionResetError  # ends both directions
-            writer.write(content)
-            await writer.drain()
-
-
-@contextlib.asynccontextmanager
-async def wires(port: int, address: str) -> AsyncIterator[tuple[list[Wire], int, str]]:
-    """Around a listening endpoint: the wires, and the port and data address that lead through them.
-
-    Over shm the data needs no wire: only the control connection can be cut.
-    """
-    made: list[Wire] = []
-    try:
-        made.append(Wire(port))
-        port = await made[0].start()
-        if address.startswith("tcp="):
-            host, _, data_port = address.rpartition(":")
-            made.append(Wire(int(data_port)))
-            address = f"{host}:{await made[1].start()}"
-        yield made, port, address
-    finally:
-        for each in made:
-            await each.close()

@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from tests.kvtransfer.peers import Place, Process, Processes, Wire, processes, wires
+from tests.kvtransfer.peers import Place, Process, Processes, processes
+from tests.kvtransfer.wires import Wire, wires
 
 NUM_TOKENS = 100
 NUM_READY = 60
