@@ -21,6 +21,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from contracts import wire
 from contracts.errors import LeaseExpiredError
 from kvtransfer.incoming import Incoming
@@ -97,6 +99,11 @@ class Process:
     def signal(self, number: signal.Signals) -> None:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
+
+    async def stopped(self) -> None:
+        """Until it is, by itself."""
+        stat = Path(f"/proc/{self._process.pid}/stat")
+        await until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", pause_s=CALM_S)
 
     async def end(self) -> None:
         """Killed. A second call does nothing."""
@@ -205,6 +212,7 @@ class Endpoint:
         self._handoffs: dict[str, Handoff] = {}
         self._incoming: dict[str, Incoming] = {}
         self._source = make_slab(1)
+        self._untouched = side.slab.clone()
         self._num_ready = 0
         self._hoard: list[bytes] = []
         side.endpoint.on_peers_changed = self._peers_changed
@@ -220,8 +228,12 @@ class Endpoint:
 
     async def connected(self, num_times: int) -> None:
         """Until the peer has become ready for the `num_times`-th time."""
-        await until(lambda: self._num_ready >= num_times, pause_s=CALM_S)
-        await until(lambda: self._side.endpoint.peer_statuses()[0].is_ready, pause_s=CALM_S)
+        statuses = self._side.endpoint.peer_statuses
+        try:
+            await until(lambda: self._num_ready >= num_times, pause_s=CALM_S)
+            await until(lambda: statuses()[0].is_ready, pause_s=CALM_S)
+        except TimeoutError as error:
+            raise AssertionError(f"ready {self._num_ready} of {num_times} times, {statuses()}") from error
 
     def path(self) -> tuple[str, str]:
         """Which transport the connection took, and what is noted about it."""
@@ -242,16 +254,19 @@ class Endpoint:
     def _peers_changed(self) -> None:
         self._num_ready += any(peer.is_ready for peer in self._side.endpoint.peer_statuses())
 
-    async def unready_peer(self, port: int) -> str:
+    async def unready_peer(self, port: int, incarnation: int = 1) -> str:
         """Why it does not become ready."""
-        self._side.endpoint.set_peers([make_info(port)])
+        self._side.endpoint.set_peers([make_info(port, incarnation=incarnation)])
         statuses = self._side.endpoint.peer_statuses
         await until(lambda: statuses()[0].detail != "connecting", pause_s=CALM_S)
         assert not statuses()[0].is_ready
         return statuses()[0].detail
 
-    def expect(self, handoff_id: str, num_tokens: int) -> None:
+    def expect(self, handoff_id: str, num_tokens: int, is_stopping: bool = False) -> None:
+        """`is_stopping`: this process stops, as by SIGSTOP, at the moment when it takes the handoff over."""
         handoff = self._handoffs[handoff_id] = self._make(handoff_id, num_tokens)
+        if is_stopping:
+            handoff.on_over = lambda: os.kill(os.getpid(), signal.SIGSTOP)
         self._incoming[handoff_id] = handoff.expect()
 
     def open(
@@ -298,6 +313,11 @@ class Endpoint:
         """As the worker does when the lease of a reservation is over."""
         self._incoming[handoff_id].cancel(LeaseExpiredError("nobody came"))
 
+    def cancel(self, handoff_id: str) -> int:
+        """As when the client leaves. How many slots are in quarantine then."""
+        self._incoming[handoff_id].cancel(None)
+        return self._side.endpoint.slot_counts.quarantined
+
     async def arrived(self, handoff_id: str, num_tokens: int) -> None:
         """Until so many tokens are in place, and equal to prefill's."""
         handoff = self._handoffs[handoff_id]
@@ -341,12 +361,31 @@ class Endpoint:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         self._hoard.clear()
 
+    def fork(self) -> int:
+        """A child that holds whatever file we have open; its process id."""
+        child = os.fork()
+        while not child:
+            signal.pause()
+        return child
+
+    def held(self) -> dict[str, int]:
+        """What a connection costs this process."""
+        maps = Path("/proc/self/maps").read_text()
+        return {"files": len(os.listdir("/proc/self/fd")), "areas": maps.count("memfd:baton-kv")}
+
+    async def holds(self, held: dict[str, int]) -> None:
+        """Until it is no more than that."""
+        await until(lambda: all(self.held()[name] <= most for name, most in held.items()), pause_s=CALM_S)
+
     async def rest(self) -> None:
-        """The audit: every slot is free, nothing is expected, nothing is under way."""
+        """The audit: every slot is free, nothing is expected or under way, and no block was written but of handoffs."""
         endpoint = self._side.endpoint
         await until(lambda: self._side.is_at_rest, pause_s=CALM_S)
         assert endpoint._receiver.num_expected == 0
         assert not any(sender._outgoing for sender in endpoint._senders.values())
+        handoffs = self._handoffs.values() if self._side.endpoint._identity[0] == "d" else ()
+        others = set(range(NUM_BLOCKS)).difference(*(handoff.targets for handoff in handoffs))
+        assert torch.equal(self._side.slab[list(others)], self._untouched[list(others)])
 
     def _make(self, handoff_id: str, num_tokens: int, **changes: Any) -> Handoff:
         assert num_tokens <= NUM_BLOCKS * 4

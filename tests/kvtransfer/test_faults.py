@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
 
@@ -20,7 +21,6 @@ from contracts.messages import PROTOCOL_VERSION
 from tests.kvtransfer.peers import Process, processes
 from tests.kvtransfer.scene import NUM_TOKENS, SILENCE_S, STATES, Scene, check_survivor, scene
 
-transports = pytest.mark.parametrize("transport", ["tcp", "shm"])
 every_transport = pytest.mark.parametrize("transport", ["tcp", "shm", "ucx"])
 victims = pytest.mark.parametrize("victim", ["prefill", "decode"])
 
@@ -45,16 +45,67 @@ async def at_each_state(check: Callable[[str], Coroutine[None, None, None]]) -> 
 async def test_a_peer_is_killed_and_comes_back_at_the_same_address(transport: str, victim: str) -> None:
     async def check(state: str) -> None:
         async with scene(transport) as s:
+            survivor = s.decode if victim == "prefill" else s.prefill
+            held = await survivor.ask("held")
             await s.reach(state, "h")
             (s.prefill if victim == "prefill" else s.decode).signal(signal.SIGKILL)
             await check_survivor(s, "decode" if victim == "prefill" else "prefill", state)
             await s.restart(victim)
             await s.check_again(1)
+            await survivor.ask("holds", held)  # of the life before, nothing is left
 
     await at_each_state(check)
 
 
-@transports
+@every_transport
+@victims
+async def test_a_peer_is_killed_and_a_child_of_it_holds_its_connections_open(
+    transport: str, victim: str
+) -> None:
+    """No end is told then, as if it were stopped."""
+
+    async def check(state: str) -> None:
+        async with scene(transport, SILENCE_S) as s:
+            await s.reach(state, "h")
+            killed = s.prefill if victim == "prefill" else s.decode
+            child = await killed.ask("fork")
+            try:
+                killed.signal(signal.SIGKILL)
+                await check_survivor(s, "decode" if victim == "prefill" else "prefill", state)
+                await (s.decode if victim == "prefill" else s.prefill).ask("fenced")
+                await s.restart(victim)
+                await s.check_again(1)
+            finally:
+                os.kill(child, signal.SIGKILL)
+
+    await at_each_state(check)
+
+
+@every_transport
+@pytest.mark.parametrize("which", ["control", "data"])
+async def test_a_connection_that_breaks_ends_both_sides_and_is_made_again(transport: str, which: str) -> None:
+    """The processes are well: whatever was under way has one typed error, on both sides, and what was not goes on."""
+    if which == "data" and transport != "tcp":
+        which = "control"  # the data's needs no wire; test_hostile.py closes it
+
+    async def check(state: str) -> None:
+        async with scene(transport) as s:
+            held = await asyncio.gather(s.prefill.ask("held"), s.decode.ask("held"))
+            await s.reach(state, "h")
+            s.wires[which == "data"].reset()
+            if state in ("receiving", "received"):
+                assert await s.prefill.ask("result", "h") == "WorkerLostError"
+                assert await s.decode.ask("outcome", "h") == "WorkerLostError"
+            await s.prefill.ask("connected", 2)
+            if state == "reserved":
+                await complete(s, state)
+            await s.check_again(2)
+            await asyncio.gather(s.prefill.ask("holds", held[0]), s.decode.ask("holds", held[1]))
+
+    await at_each_state(check)
+
+
+@every_transport
 @victims
 async def test_a_ticket_for_the_life_before_the_restart_is_worker_lost(transport: str, victim: str) -> None:
     async with scene(transport) as s:
@@ -214,7 +265,26 @@ async def go_on(s: Scene, state: str) -> set[str]:
     return ends
 
 
-@transports
+@every_transport
+@victims
+async def test_a_peer_that_comes_back_with_another_version_is_refused(transport: str, victim: str) -> None:
+    """In the middle of a rolling update, say."""
+
+    async def check(state: str) -> None:
+        async with scene(transport) as s:
+            await s.reach(state, "h")
+            (s.prefill if victim == "prefill" else s.decode).signal(signal.SIGKILL)
+            await check_survivor(s, "decode" if victim == "prefill" else "prefill", state)
+            await s.start_anew(victim, PROTOCOL_VERSION + 1)
+            ours, theirs = PROTOCOL_VERSION + (victim == "prefill"), PROTOCOL_VERSION + (victim == "decode")
+            why = await s.prefill.ask("unready_peer", s.port, s.decode_life)
+            assert why == f"expected protocol version {ours} but peer sent {theirs}"
+            await s.rest()
+
+    await at_each_state(check)
+
+
+@every_transport
 @victims
 async def test_another_protocol_version_is_refused_with_both_sides_values(
     transport: str, victim: str

@@ -31,6 +31,11 @@ class Wire:
     def heal(self) -> None:
         self._is_whole.set()
 
+    def reset(self) -> None:
+        """All connections through it end, for both sides; new ones are let through."""
+        for task in self._tasks:
+            task.cancel()
+
     def lead(self, target: int) -> None:
         self._target = target
 
