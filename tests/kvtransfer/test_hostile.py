@@ -10,7 +10,7 @@ import pytest
 
 from tests.kvtransfer.hostile import ENDING, NUM_CHUNKS, NUM_TOKENS, run_receiver, run_sender
 from tests.kvtransfer.peers import Process, Processes, processes
-from tests.kvtransfer.scene import STATES
+from tests.kvtransfer.scene import SILENCE_S, STATES
 
 transports = pytest.mark.parametrize("transport", ["tcp", "shm", "ucx"])
 
@@ -63,6 +63,30 @@ async def test_decode_survives(frame: str, transport: str) -> None:
             await tell_decode(started, decode, port, state, frame, f"{state}-{frame}")
         await started.end_all_but(decode)
         await decode.ask("rest")
+
+
+@transports
+async def test_bytes_that_nobody_awaits_hold_up_their_own_connection_only(transport: str) -> None:
+    """Where bytes come in a row, those behind them do not come; then it ends by silence."""
+    for state in STATES:
+        async with processes() as started:
+            decode, port, _ = await started.endpoint("d", transport=transport, peer_timeout_s=SILENCE_S)
+            for handoff_id in ("h", "again"):
+                await decode.ask("expect", handoff_id, NUM_TOKENS)
+                stranger = await started.start(run_sender, port, handoff_id)
+                await stranger.hear()
+                await stranger.ask("reach", state)
+                if handoff_id == "again":
+                    await stranger.ask("complete")
+                    is_through = True
+                else:
+                    is_through = await stranger.ask("complete_behind")
+                    assert is_through or (transport == "tcp" and state in ("reserved", "receiving"))
+                outcome = await decode.ask("outcome", handoff_id)
+                assert outcome in (("ok",) if is_through else TYPED)
+            await decode.ask("arrived", "again", NUM_TOKENS)
+            await started.end_all_but(decode)
+            await decode.ask("rest")
 
 
 FROM_DECODE = {
