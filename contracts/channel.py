@@ -7,7 +7,8 @@
             <- Proof{mac}            wrong mac, garbage, or HANDSHAKE_TIMEOUT_S: closed, nothing was allocated
             messages both ways until either side closes; EOF is the first sign of a peer's death
 
-One reader task per channel (its owner); `send` may be called from any task of the same loop.
+One reader task per channel (its owner); `send` may be called from any task of the same loop. A message for which
+there is no memory, at either end, would be missing for ever: the connection ends instead, and its owner makes it again.
 """
 
 from __future__ import annotations
@@ -58,11 +59,17 @@ class Channel:
         """Queue one message, in order, without waiting.
 
         Raises WorkerLostError if the connection is closed, or if the peer has not read MAX_OUTBOX_BYTES
-        (then it is closed).
+        or there is no memory (then it is closed).
         """
         if self._writer.is_closing():
             raise WorkerLostError(f"connection to {self.peer.sender_id or 'peer'} is closed")
-        payload = wire.encode(message)
+        try:
+            self._queue(wire.encode(message))
+        except MemoryError as error:
+            self._writer.transport.abort()
+            raise WorkerLostError(f"no memory for a message to {self.peer.sender_id or 'peer'}") from error
+
+    def _queue(self, payload: bytes) -> None:
         if self._writer.transport.get_write_buffer_size() > MAX_OUTBOX_BYTES:
             self._writer.transport.abort()
             raise WorkerLostError(f"{self.peer.sender_id} has left {MAX_OUTBOX_BYTES} bytes unread")
@@ -78,11 +85,14 @@ class Channel:
         if self._outbox:
             frames, self._outbox = self._outbox, []
             if not self._writer.is_closing():
-                self._writer.write(b"".join(frames))
+                try:
+                    self._writer.write(b"".join(frames))
+                except MemoryError:
+                    self._writer.transport.abort()
 
     async def receive(self) -> Message:
-        """The next message. Raises WorkerLostError at EOF or reset, ProtocolError on a frame that is not
-        ours.
+        """The next message. Raises WorkerLostError at EOF, reset or want of memory, ProtocolError on a frame that is
+        not ours.
         """
         try:
             while (payload := self._next_frame()) is None:
@@ -91,7 +101,7 @@ class Channel:
                     raise WorkerLostError(f"connection to {self.peer.sender_id or 'peer'} ended")
                 self._inbox += arrived
             return wire.decode(payload)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             raise WorkerLostError(f"connection to {self.peer.sender_id or 'peer'} ended") from error
 
     def _next_frame(self) -> bytes | None:
@@ -180,8 +190,9 @@ async def connect(
             return channel
     except TimeoutError as error:
         raise WorkerLostError(f"no answer from {host}:{port} within {HANDSHAKE_TIMEOUT_S} s") from error
-    except OSError as error:
-        raise WorkerLostError(f"cannot reach {host}:{port}: {error.strerror or error}") from error
+    except (OSError, MemoryError) as error:
+        why = getattr(error, "strerror", None) or repr(error)
+        raise WorkerLostError(f"cannot reach {host}:{port}: {why}") from error
 
 
 class ChannelServer:
@@ -231,7 +242,7 @@ class ChannelServer:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 await channel.shake_hands(hello, self._secret, self._check)
             await self._on_channel(channel, hello)
-        except (BatonError, OSError, TimeoutError):
+        except (BatonError, OSError, TimeoutError, MemoryError):
             pass  # the peer's trouble; whoever owned state for it cleaned up in on_channel
         finally:
             channel.abort()

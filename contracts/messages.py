@@ -7,8 +7,7 @@ Version log (bump PROTOCOL_VERSION when an old peer would misread a message; new
     2  Hello.data_address lists every transport; small probes are echoed; Data.checksum is xxh3, 0: none;
        ChunkDone grants; Fin may come before the last bytes
     3  SamplingParams may mask (allowed and bad tokens, grammar) and ask for the prompt's logprobs, told in Token
-    4  Orders; a worker tells its duty in Status; Migrate and Stayed; Reserve.num_more and HandoffState.output_ids: a
-       handoff may end with more tokens than it began with
+    4  Orders; Status.duty; Migrate and Stayed; Reserve.num_more and HandoffState.output_ids: a handoff may grow
     5  Tokens are tuples
     6  Keep: slots that a connection holds; Data may follow Open at once
     7  Cached: what a worker's prefix cache has gained and lost
@@ -25,7 +24,7 @@ from contracts.cached import Cached
 from contracts.errors import WireError
 from contracts.request import Finished, GenerateRequest, Token
 from contracts.roles import Duty, Orders
-from contracts.steps import StepReport
+from contracts.steps import LinkReport, StepReport
 from contracts.ticket import Ticket
 
 PROTOCOL_VERSION = 7
@@ -206,7 +205,7 @@ class PeerEvent:
 @dataclass(frozen=True, slots=True)
 class PeerStatus:
     """A kv connection as its sending side sees it, after the self-test. `is_slow`: ready, but far below what such a
-    path promises; `detail` says it in words for people. `events` are the latest, oldest first.
+    path promises; `detail` says why. `events` are the latest, oldest first. `link`: learnt since, while ready.
     """
 
     worker_id: str
@@ -216,6 +215,7 @@ class PeerStatus:
     detail: str = ""
     is_slow: bool = False
     events: tuple[PeerEvent, ...] = ()
+    link: LinkReport | None = None
 
 
 @dataclass(frozen=True, slots=True)

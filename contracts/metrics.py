@@ -157,6 +157,12 @@ METRICS: tuple[MetricSpec, ...] = (
         "1 if the path is far below what such a path promises.",
         ("worker_id", "peer_id", "transport"),
     ),
+    MetricSpec(
+        "baton_link_error_ratio",
+        "gauge",
+        "Mean relative error of the predictions of the link's last transfers.",
+        ("worker_id", "peer_id"),
+    ),
     MetricSpec("baton_link_ready", "gauge", "1 if the link can carry KV.", ("worker_id", "peer_id")),
     MetricSpec("baton_worker_steps_total", "counter", "Engine steps.", _WORKER, writer="worker"),
     MetricSpec("baton_worker_busy_seconds_total", "counter", "Time inside steps.", _WORKER, writer="worker"),

@@ -1,4 +1,4 @@
-"""What a worker tells coordinators about the cost of its steps, so that they can predict the next ones."""
+"""What a worker tells coordinators about the cost of its steps and of its links, so that they can predict the next."""
 
 from __future__ import annotations
 
@@ -20,3 +20,16 @@ class StepReport:
     error: float
     is_decode_known: bool
     is_mixed_known: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LinkReport:
+    """What a worker has learnt about the way to one peer (policy/link_model.py), from its transfers: seconds are
+    `latency_s` + bytes / `bytes_per_s`. `error`: mean relative error of the last predictions, 0 before the first
+    transfer; `num_transfers`: since the self-test, whose speed is the start.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    error: float = 0.0
+    num_transfers: int = 0

@@ -214,6 +214,8 @@ def _samples(worker: WorkerStatus) -> Iterator[tuple[str, tuple[str, ...], float
             yield "baton_kv_path", (*link, peer.transport), 1.0
             yield "baton_kv_path_slow", (*link, peer.transport), float(peer.is_slow)
         yield "baton_link_bytes_per_second", (*link, peer.transport), peer.gigabytes_per_s * 1e9
+        if peer.link is not None:
+            yield "baton_link_error_ratio", link, peer.link.error
     for name, value in status.counters.items():
         # A newer worker may count what this table does not know yet.
         if name in BY_NAME and BY_NAME[name].writer == "worker":

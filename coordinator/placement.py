@@ -18,13 +18,13 @@ from typing import Self
 from contracts.blocks import num_blocks_for
 from contracts.messages import Role
 from contracts.roles import RoleLabel
-from contracts.steps import StepReport
+from contracts.steps import LinkReport, StepReport
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
     """One ready worker. `num_tokens`: prompt tokens dispatched and not finished; `peers`: tested kv connections;
-    `speeds`: (peer, bytes per second) of their self-tests; `steps`: what its steps cost, None while it does not know.
+    `links`: (peer, what its transfers take); `steps`: what its steps cost, None while it does not know.
     Of our own requests there: `num_leftover` of batch and best effort, the blocks that these may grow to, and the
     tightest promised `gap_s`. `num_reading`: those of its requests that it only reads, for another worker to answer;
     `role`: its label; `epoch`: of the order that gave it; `home`: its pool, None: no matter.
@@ -37,7 +37,7 @@ class WorkerView:
     num_blocks: int
     max_num_seqs: int
     peers: frozenset[str] = frozenset()
-    speeds: tuple[tuple[str, float], ...] = ()
+    links: tuple[tuple[str, LinkReport], ...] = ()
     bytes_per_token: int = 0
     steps: StepReport | None = None
     num_leftover: int = 0

@@ -37,7 +37,6 @@ from policy.prefix import Key, PrefixIndex, keys_of
 from policy.step_model import StepModel
 
 MAX_WEIGHED = 16  # workers of one role that are looked at, beside those that hold a prefix
-_PROBE_BYTES = 64 << 20  # a self-test's speed is believed as one transfer of this size
 _MAX_INDEXED_BLOCKS = 1 << 20
 _MAX_HASHED = 64  # requests between their placement and their first token whose keys are kept
 _NOMINAL_TOKEN_S = 1e-4  # of a prompt, until a worker has told
@@ -70,7 +69,6 @@ class Predictor:
         self._rng = rng or random.Random()
         self._clock = clock
         self._links = LinkModel(1e-3, 1e9)
-        self._timed: set[tuple[str, str]] = set()
         self._models: dict[str, tuple[StepReport, StepModel]] = {}
         self._lost_since_s: float | None = None
         self._reading_since: dict[str, float] = {}
@@ -296,11 +294,9 @@ class Predictor:
             state.prefill_free_s = now_s + max(unread_s - passed_s, 0.0)
             states.append(state)
         for view in readers:
-            for peer_id, bytes_per_s in view.speeds:
-                pair = (view.worker_id, peer_id)
-                if bytes_per_s > 0 and pair not in self._timed and peer_id in writing:
-                    self._timed.add(pair)
-                    self._links.observe(*pair, _PROBE_BYTES, _PROBE_BYTES / bytes_per_s)
+            for peer_id, link in view.links:
+                if peer_id in writing:
+                    self._links.tell(view.worker_id, peer_id, link.latency_s, link.bytes_per_s)
         return states
 
     def _state(self, view: WorkerView, role: RoleLabel, steps: StepReport) -> WorkerState:
@@ -358,7 +354,6 @@ class Predictor:
         for worker_id in self._known - live:
             self._index.drop_worker(worker_id)
             self._links.forget(worker_id)
-            self._timed = {pair for pair in self._timed if worker_id not in pair}
             self._models.pop(worker_id, None)
             self._reading_since.pop(worker_id, None)
         self._known = live

@@ -92,7 +92,7 @@ def _told(link: WorkerLink, status: Status) -> WorkerView:
         num_blocks=link.info.num_blocks,
         max_num_seqs=link.info.max_num_seqs,
         peers=frozenset(peer.worker_id for peer in status.peers if peer.is_ready),
-        speeds=tuple((peer.worker_id, 1e9 * peer.gigabytes_per_s) for peer in status.peers),
+        links=tuple((peer.worker_id, peer.link) for peer in status.peers if peer.link is not None),
         bytes_per_token=link.info.layout.bytes_per_token,
         steps=status.steps,
         role=link.label,

@@ -15,6 +15,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -36,7 +37,9 @@ from kvtransfer.transport import TOKEN_BYTES
 
 
 class KvEndpoint:
-    """`on_peers_changed` is called, on the event loop, when a PeerStatus changes."""
+    """On the event loop, `on_peers_changed` is called when a PeerStatus changes, and `on_moved(peer, bytes, seconds)`
+    when bytes that were on their way to that peer are all there (stretch.py).
+    """
 
     def __init__(
         self,
@@ -74,6 +77,7 @@ class KvEndpoint:
         self._is_closed = False
         self._num_sent: Counter[str] = Counter()  # by OutgoingResult.reason
         self.on_peers_changed: Callable[[], None] | None = None
+        self.on_moved: Callable[[str, int, float], None] | None = None
 
     async def start(self, host: str) -> int:
         """Listen; returns the kv_port. Raises ConfigError if the configured transport is not available."""
@@ -233,7 +237,8 @@ class KvEndpoint:
     def _add(self, info: WorkerInfo) -> None:
         assert self._paths is not None, "set_peers comes after start"
         sender = Sender(
-            info, self._hello, self._secret, self._paths, self._pages, self._send_slots, self._config, self._changed
+            info, self._hello, self._secret, self._paths, self._pages, self._send_slots, self._config, self._changed,
+            partial(self._moved, info.worker_id),
         )  # fmt: skip
         self._senders[info.worker_id] = sender
         task = asyncio.create_task(sender.run())
@@ -243,6 +248,10 @@ class KvEndpoint:
     def _changed(self) -> None:
         if self.on_peers_changed is not None:
             self.on_peers_changed()
+
+    def _moved(self, peer_id: str, num_bytes: int, seconds: float) -> None:
+        if self.on_moved is not None:
+            self.on_moved(peer_id, num_bytes, seconds)
 
 
 def _life(info: WorkerInfo) -> tuple[int, str, int]:

@@ -32,19 +32,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
-from contracts.blocks import KvLayout
 from contracts.errors import BatonError, DeadlineError, HandoffError, WorkerLostError, to_wire
 from contracts.messages import Abort, ChunkDone, Data, Fin, HandoffState, Message, Open, Want
 from contracts.ticket import Ticket
 from kvtransfer.incoming import OK, UNNEEDED
 from kvtransfer.pages import checksum
 from kvtransfer.plan import Chunk, ChunkPlan, least_whole_tokens, tokens_per_chunk
-from kvtransfer.slots import SendSlots, Staging
-from kvtransfer.transport import Link, Op
+from kvtransfer.route import Route
+from kvtransfer.stretch import Stretches
+from kvtransfer.transport import Op
 
 logger = logging.getLogger("baton.kvtransfer")
 _SHARED_PIECE_BYTES = 4 << 20  # of shared memory, which the other end copies best while it is in the cache
@@ -52,21 +52,6 @@ _SHARED_PIECE_BYTES = 4 << 20  # of shared memory, which the other end copies be
 _Argument = TypeVar("_Argument")
 
 MAX_SENDING = 2  # slots gathered ahead of the link, so that other handoffs find some
-
-
-class Source(Protocol):
-    """A sender's blocks, as its peer wants them: tokens [low, high) of the sequence that is held in `block_ids`."""
-
-    layout: KvLayout
-
-    def num_bytes(self, low: int, high: int) -> int:
-        """What they have on the wire."""
-
-    def in_place(self, block_ids: Sequence[int], low: int, high: int) -> memoryview | None:
-        """What `gather` would copy, if it lies in memory in one piece just so."""
-
-    def gather(self, block_ids: Sequence[int], low: int, high: int, out: Tensor) -> None:
-        """Into the first bytes of `out` (uint8)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +65,6 @@ class OutgoingResult:
     error: BatonError | None
     hidden_s: float = 0.0
     reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """What an Outgoing needs of its connection. `tell` raises WorkerLostError when that is gone."""
-
-    tell: Callable[[Message], None]
-    link: Link
-    staging: Staging
-    is_summed: bool  # each chunk carries its checksum
-    slots: SendSlots
-    pages: Source
-    slot_bytes: int
-    progress_timeout_s: float
-    forget: Callable[[str], None]
-    kept: deque[int]  # credits of the connection: for whoever has something to send first
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +117,7 @@ class Outgoing:
         max_tokens = tokens_per_chunk(layout, slot_bytes if is_staged else route.slot_bytes)
         num_tokens = ticket.num_tokens if on_caught_up is None else None
         least_whole = max_tokens + 1 if is_staged else least_whole_tokens(layout)
+        self._stretches = Stretches(route.on_moved)
         self._plan = ChunkPlan(start, num_tokens, layout.block_size, max_tokens, least_whole)
         self._loop.call_soon(self._open)
 
@@ -189,12 +159,15 @@ class Outgoing:
         except HandoffError as error:
             self._abort(error)
             return
+        if not self._plan.is_under_way and not self._has_sent_fin:
+            self._stretches.end()
         self._credits.extend(message.granted)
         self._advance()
         self._pump_soon()
 
     def committed(self) -> None:
         if self._has_sent_fin:
+            self._stretches.end()
             self._end(None, OK)
 
     def fail(self, error: BatonError) -> None:
@@ -212,6 +185,8 @@ class Outgoing:
         if not self._is_done:
             num_tokens, self._block_ids = progress
             self._plan.ready(num_tokens)
+            if self._plan.is_under_way:
+                self._stretches.begin()
             self._advance()
 
     def _finish(self, state: HandoffState) -> None:
@@ -219,6 +194,7 @@ class Outgoing:
             self._state = state
             self._finished_s = time.monotonic()
             self._plan.end(self._ticket.num_tokens + len(state.output_ids))
+            self._stretches.begin()
             self._advance()
 
     def _abort(self, error: BatonError | None) -> None:
@@ -312,6 +288,7 @@ class Outgoing:
             summed = checksum(content) if route.is_summed else 0
             route.tell(Data(self.handoff_id, chunk.number, credit, chunk.low, chunk.high, num_bytes, summed))
             credits.popleft()
+            self._stretches.add(num_bytes)
             if place.sent is None:
                 self._num_bytes += num_bytes
                 return

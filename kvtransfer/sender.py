@@ -44,12 +44,14 @@ from contracts.messages import (
 )
 from contracts.ticket import Ticket
 from kvtransfer.fp8 import Fp8Source, is_agreed
-from kvtransfer.outgoing import Outgoing, OutgoingResult, Route, Source
+from kvtransfer.outgoing import Outgoing, OutgoingResult
 from kvtransfer.pages import Pages
 from kvtransfer.paths import LEAST_JUDGED_BYTES, ON_ONE_HOST, Path, Paths, least_gigabytes_per_s
 from kvtransfer.reshard import Reshard, check_layouts
+from kvtransfer.route import Route, Source
 from kvtransfer.selftest import SelfTest
 from kvtransfer.slots import KEPT_SLOTS, SendSlots, Staging
+from kvtransfer.stretch import OnMoved
 from kvtransfer.transport import Link, LinkClosed, Op
 from kvtransfer.watch import WATCH_TAG, Watch, watch_link
 
@@ -104,6 +106,7 @@ class Sender:
         slots: SendSlots,
         config: TransferConfig,
         on_change: Callable[[], None],
+        on_moved: OnMoved,
     ) -> None:
         self.info = info
         self.status = PeerStatus(info.worker_id, False, detail="connecting")
@@ -116,6 +119,7 @@ class Sender:
         self._slots = slots
         self._config = config
         self._on_change = on_change
+        self._on_moved = on_moved
         self._outgoing: dict[str, Outgoing] = {}
         self._route: Route | None = None
         self._silence: WorkerLostError | None = None
@@ -162,9 +166,11 @@ class Sender:
                 begun_s = time.monotonic()
                 try:
                     await self._connect()
-                except BatonError as error:
-                    reason = str(self._silence or error)  # the error itself holds all of the connection
-                    logger.info("kv connection to %s: %s", self.info.worker_id, reason)
+                except Exception as error:  # whatever it is, the pair finds together again
+                    # NOTE: the error itself must not be kept: it holds all that was part of the connection.
+                    reason = str(self._silence or error) or repr(error)
+                    is_ours = isinstance(error, BatonError)
+                    logger.info("kv connection to %s: %s", self.info.worker_id, reason, exc_info=not is_ours)
                     self._set(PeerStatus(self.info.worker_id, False, self._path_name, detail=reason))
                     if isinstance(error, _PathFailed):
                         self._failed[self._path_name] = reason
@@ -220,7 +226,7 @@ class Sender:
             )  # fmt: skip
         route = self._route = Route(
             channel.send, link, staging, self._is_summed, self._slots, self._pages_for(channel.peer), slot_bytes,
-            config.progress_timeout_s, self._forget, deque(),
+            config.progress_timeout_s, self._forget, self._on_moved, deque(),
         )  # fmt: skip
         numbers = itertools.count()
 
@@ -231,9 +237,10 @@ class Sender:
         watch = Watch(config.peer_timeout_s, ping, lambda: self._give_up(channel, "is silent"))
         end = watch_link(link, channel)
         try:
-            speed = await self._pass(channel, route, watch, end)
+            least = self._least_gigabytes_per_s()
+            speed = await self._pass(SelfTest(config.probe_bytes, channel, route, least), channel, watch, end)
             channel.send(Keep(KEPT_SLOTS))
-            self._set(self._judge(speed))
+            self._set(self._judge(speed, least))
             while True:
                 self._handle(channel, raise_if_refused(await channel.receive()))
                 watch.heard()
@@ -254,9 +261,8 @@ class Sender:
             )  # fmt: skip
         return Fp8Source(pages) if is_agreed(self._hello, peer) else pages
 
-    async def _pass(self, channel: Channel, route: Route, watch: Watch, end: Op) -> float:
+    async def _pass(self, test: SelfTest, channel: Channel, watch: Watch, end: Op) -> float:
         """Run the self-test: GB/s. Raises _PathFailed if bytes are damaged or do not come in time, or the link ends."""
-        test = SelfTest(self._config.probe_bytes, channel, route)
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
                 test.start()
@@ -290,10 +296,14 @@ class Sender:
             return self._config.checksum == "always"
         return self._path_name not in ON_ONE_HOST and self.info.host != self._paths.host
 
-    def _judge(self, speed: float) -> PeerStatus:
-        """Ready; and what an operator should know about the path. `speed` in GB/s."""
-        is_judged = self._config.probe_bytes >= LEAST_JUDGED_BYTES
-        least = least_gigabytes_per_s(self._path_name, self._paths.host) if is_judged else 0.0
+    def _least_gigabytes_per_s(self) -> float:
+        """Of the path of now; 0 if the self-test is too short to be judged."""
+        if self._config.probe_bytes < LEAST_JUDGED_BYTES:
+            return 0.0
+        return least_gigabytes_per_s(self._path_name, self._paths.host)
+
+    def _judge(self, speed: float, least: float) -> PeerStatus:
+        """Ready; and what an operator should know about the path. Both in GB/s."""
         is_slow = speed < least
         notes = [f"{name} is not used: {why}" for name, why in self._failed.items()]
         if is_slow:

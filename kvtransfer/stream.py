@@ -103,8 +103,8 @@ class StreamLink:
                     self._filled()
         except (BlockingIOError, InterruptedError):
             pass
-        except OSError as error:
-            self._end(str(error))
+        except (OSError, MemoryError) as error:
+            self._end(repr(error))
 
     def _filled(self) -> None:
         if self._message is None:
@@ -159,8 +159,8 @@ class StreamLink:
                 if self._is_ended or not self._outbox or is_full:
                     break
                 is_full = not self._write_some()
-        except OSError as error:
-            self._end(str(error))
+        except (OSError, MemoryError) as error:
+            self._end(repr(error))
         if self._is_ended:
             return
         if is_full:

@@ -53,6 +53,7 @@ from worker.cache_news import CacheNews
 from worker.chunks import ChunkSizer
 from worker.desk import Desk
 from worker.foreign import told_to
+from worker.links import LinkMeters
 from worker.loading import Solo, load_engine, max_model_len
 from worker.phases import PhaseFactory, Phases
 from worker.progress import shown_graphs, shown_weights
@@ -103,6 +104,7 @@ class Worker:
         self._freed = asyncio.Event()  # since it was last cleared
         self._clock = AwakeClock()
         self._steps = StepMeter()
+        self._links = LinkMeters()
         itl_s = config.slo.tightest_itl_s
         self._sizer = None if itl_s is None else ChunkSizer(self._steps, itl_s, self._clock)
         self._watchdog = Watchdog(self._clock, self._trouble, pool.health_check_timeout_s, on_stuck)
@@ -154,6 +156,7 @@ class Worker:
         grammars = LazyGrammars(lambda: load_text(model_path))
         self._desk = Desk(self._engine, self._phases, self._pool, self._kv, grammars, self._publish_soon)
         self._kv.on_peers_changed = self._publish_status
+        self._kv.on_moved = self._links.moved
         self._server = ChannelServer(self._hello, self._secret, self._serve)
         port = await self._server.start(host)
         self._engine.start()
@@ -353,7 +356,7 @@ class Worker:
             num_running=self._phases.decode.num_running + self._phases.prefill.num_running,
             num_waiting=self._phases.decode.num_waiting + self._phases.prefill.num_waiting,
             audit=self._pool.audit(),
-            peers=self._kv.peer_statuses(),
+            peers=self._links.told(self._kv.peer_statuses()),
             counters=self._counters(),
             steps=self._steps.report(),
             labelled=self._kv.gauges(),

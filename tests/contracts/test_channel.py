@@ -165,3 +165,45 @@ async def test_closing_the_server_ends_all_its_tasks() -> None:
     for channel in opened:
         channel.abort()
     assert asyncio.all_tasks() == before
+
+
+@pytest.mark.parametrize("is_batched", [False, True])
+async def test_a_message_that_finds_no_memory_ends_the_connection(
+    is_batched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left out in silence, it would be waited for for ever."""
+    async with serving() as (_, port):
+        channel = await connect("127.0.0.1", port, HELLO, SECRET)
+        if is_batched:
+            channel.batch()
+
+            def write(_data: bytes) -> None:
+                raise MemoryError
+
+            channel._writer.write = write  # type: ignore[assignment,method-assign]
+            channel.send(Ping(1))
+        else:
+            monkeypatch.setattr(channels.wire, "encode", fails)
+            with pytest.raises(WorkerLostError, match="no memory"):
+                channel.send(Ping(1))
+        with pytest.raises(WorkerLostError):
+            async with asyncio.timeout(5.0):
+                await channel.receive()
+        assert channel.is_closed
+
+
+async def test_a_message_that_is_here_and_finds_no_memory_ends_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving() as (_, port):
+        channel = await connect("127.0.0.1", port, HELLO, SECRET)
+        channel.send(Ping(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(channel, "_next_frame", fails)
+            with pytest.raises(WorkerLostError):
+                await channel.receive()
+        channel.abort()
+
+
+def fails(*_arguments: object) -> bytes:
+    raise MemoryError

@@ -13,6 +13,7 @@ from contracts.errors import ContextLengthError, DeadlineError
 from contracts.messages import PeerEvent, PeerStatus, Status
 from contracts.request import Finished, GenerateRequest, Token, TokenSink
 from contracts.service import Service
+from contracts.steps import LinkReport
 from coordinator.backend import Capacity, PoolReadiness, Readiness, WorkerAudit, WorkerStatus
 from coordinator.placement import Placement
 from coordinator.planning import PlanRecord
@@ -123,7 +124,9 @@ class FakeBackend:
     def readiness(self) -> Readiness:
         audit = BlockAudit(total=8, free=6, cached=1, running=1, reserved=0, in_handoff=0, quarantined=0)
         events = (PeerEvent(2.0, "ready over tcp, 1.5 GB/s"),)
-        peers = (PeerStatus("decode-0", True, "tcp", 1.5, events=events),)
+        peers = (
+            PeerStatus("decode-0", True, "tcp", 1.5, events=events, link=LinkReport(0.002, 1.2e9, 0.1, 7)),
+        )
         labelled = {
             "baton_worker_kv_slots": {"free": 3.0, "quarantined": 1.0},
             "baton_worker_handoffs_ended_total": {"out,ok": 4.0, "malformed": 1.0},

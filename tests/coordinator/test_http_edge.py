@@ -303,6 +303,7 @@ async def test_the_paths_between_workers_are_shown_to_the_same_callers() -> None
                 "detail": "",
                 "is_slow": False,
                 "events": [{"age_s": 2.0, "text": "ready over tcp, 1.5 GB/s"}],
+                "link": {"latency_s": 0.002, "bytes_per_s": 1.2e9, "error": 0.1, "num_transfers": 7},
             }
         ]
     async with service(peer="10.0.0.5") as s:
@@ -357,6 +358,7 @@ async def test_metrics_tell_what_happened() -> None:
             'baton_worker_kv_slots{role="prefill",state="quarantined",worker_id="prefill-0"} 1.0',
             'baton_worker_handoffs_ended_total{direction="out",reason="ok",role="prefill",worker_id="prefill-0"} 4.0',
             'baton_link_bytes_per_second{peer_id="decode-0",transport="tcp",worker_id="prefill-0"} 1.5e+09',
+            'baton_link_error_ratio{peer_id="decode-0",worker_id="prefill-0"} 0.1',
             'baton_kv_path{peer_id="decode-0",transport="tcp",worker_id="prefill-0"} 1.0',
             'baton_kv_path_slow{peer_id="decode-0",transport="tcp",worker_id="prefill-0"} 0.0',
         ):

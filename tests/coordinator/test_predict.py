@@ -14,7 +14,7 @@ from contracts.cached import Cached, packed
 from contracts.config import BatonConfig, load_config
 from contracts.request import GenerateRequest, SamplingParams
 from contracts.service import Service
-from contracts.steps import StepReport
+from contracts.steps import LinkReport, StepReport
 from coordinator.ask import RULES, Ask
 from coordinator.placement import NotNow, Placement, WorkerView
 from coordinator.predict import Predictor
@@ -34,7 +34,7 @@ def view(worker_id: str, **changes: object) -> WorkerView:
         1000,
         64,
         frozenset({"d1", "d2"}),
-        (("d1", 1e10),),
+        (("d1", LinkReport(0.001, 1e10)),),
         bytes_per_token=1000,
         steps=STEPS,
     )
@@ -369,20 +369,31 @@ def test_one_leftover_request_may_be_larger_than_its_share() -> None:
     assert put(p, request(), 0.0, [P1], [small], service=BATCH) == Placement("d1", "p1")
 
 
+def test_who_was_seen_to_take_long_to_hand_over_does_not_read() -> None:
+    """Both were equally fast in their self-tests; what one tells changes with its transfers."""
+    fast, slow = (("d1", LinkReport(0.001, 1e10)),), (("d1", LinkReport(0.2, 1e7)),)
+    p1, p2 = replace(P1, links=fast), replace(P1, worker_id="p2", links=fast)
+    for seed in range(8):
+        p = predictor()
+        p._rng.seed(seed)
+        put(p, request(name="before"), 0.0, [p1, p2], [D1])
+        assert put(p, request(), 0.0, [replace(p1, links=slow), p2], [D1]) == Placement("d1", "p2")
+
+
 def test_nothing_is_kept_of_workers_that_are_gone_whether_or_not_they_ever_answered() -> None:
     p = predictor()
     for number in range(10):
-        speeds = ((f"d{number}", 1e10),)
-        reader = replace(P1, worker_id=f"p{number}", speeds=speeds, peers=frozenset({f"d{number}"}))
+        links = ((f"d{number}", LinkReport(0.001, 1e10)),)
+        reader = replace(P1, worker_id=f"p{number}", links=links, peers=frozenset({f"d{number}"}))
         put(p, request(name=f"r{number}"), 0.0, [reader], [replace(D1, worker_id=f"d{number}")])
     put(p, request(name="last"), 0.0, [], [replace(D2, steps=None)])
-    assert (p._models, p._timed, p._reading_since, p._links._pairs) == ({}, set(), {"d2": 0.0}, {})
+    assert (p._models, p._reading_since, p._links._pairs) == ({}, {"d2": 0.0}, {})
     assert p._known == {"d2"}
 
 
 def test_a_large_fleet_is_looked_at_in_part_and_by_whoever_holds_the_prefix() -> None:
     p = predictor()
-    readers = [replace(P1, worker_id=f"p{n}", speeds=()) for n in range(500)]
+    readers = [replace(P1, worker_id=f"p{n}", links=()) for n in range(500)]
     writers = [replace(D1, worker_id=f"d{n}") for n in range(500)]
     put(p, request(name="first"), 0.0, readers, writers)
     p.answered(request(960), ["d7"])

@@ -18,7 +18,7 @@ import torch
 
 from contracts import wire
 from contracts.channel import Channel, ChannelServer
-from contracts.errors import BatonError, WorkerLostError
+from contracts.errors import BatonError, HandoffError, WorkerLostError, to_wire
 from contracts.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -37,9 +37,8 @@ from contracts.messages import (
     Want,
 )
 from kvtransfer.pages import Pages, checksum
-from kvtransfer.shm import ShmTransport
-from kvtransfer.tcp import TcpTransport
-from kvtransfer.transport import Link
+from kvtransfer.transport import Link, Transport
+from tests.kvtransfer.links import make_transport
 from tests.kvtransfer.peers import CALM_S, obey
 from tests.kvtransfer.tools import (
     FINGERPRINT,
@@ -100,7 +99,7 @@ class Sender:
         self._id = handoff_id
         self._slab = make_slab(1)
         self._num_wanted = 0
-        self._num_done = 0
+        self._left = list(range(len(CHUNKS)))
         self._credits: list[int] = []
         self._said: list[Message] = []
         self._is_open = False
@@ -116,7 +115,7 @@ class Sender:
     async def complete(self) -> None:
         """Everything that is missing."""
         await self._open()
-        while self._num_done < len(CHUNKS):
+        while self._left:
             await self._chunk()
         await self._fin()
 
@@ -135,6 +134,39 @@ class Sender:
         await self._raw.ask()
         return "lives"
 
+    async def hold(self, is_announcing: bool) -> None:
+        """Two credits; in the first, if `is_announcing`, bytes are due that do not come."""
+        await self._open()
+        (grant,) = await self._ask(Want(self._id, 2))
+        assert isinstance(grant, Grant)
+        self._credits += grant.slots
+        if is_announcing:
+            head, _ = self._data(0, grant.slots[0])
+            assert await self._raw.ask(head) == []
+
+    async def let_go(self) -> None:
+        """What was announced comes, and the rest is given back."""
+        if self._raw.link.staging(0) is None:
+            _, content = self._data(0, self._credits[0])
+            self._raw.link.send(self._credits[0], memoryview(content.numpy()))
+        await self._raw.ask(AbortOk(self._id))
+
+    async def talk(self) -> None:
+        """Until the connection ends."""
+        with contextlib.suppress(WorkerLostError):
+            while True:
+                await self._raw.ask()
+                await asyncio.sleep(0.1)
+
+    async def complete_behind(self) -> bool:
+        """Everything that is missing, behind bytes on the data link that nobody awaits. Whether that went through."""
+        self._raw.link.send(999, memoryview(bytes(100)))
+        try:
+            await self.complete()
+        except WorkerLostError:
+            return False
+        return True
+
     # What is wrong.
 
     async def duplicate(self) -> None:
@@ -147,6 +179,20 @@ class Sender:
             if isinstance(answer, Grant):
                 self._raw.send_data(*self._data(0, answer.slots[0]))
                 assert (await self._raw.hear()).is_ok  # type: ignore[union-attr]
+
+    async def reordered(self) -> None:
+        """Words before those that they follow, an answer to what was not said; then the last chunk first."""
+        if not self._is_open:
+            early = Fin(self._id, 2, STATE), Data(self._id, 0, 0, *CHUNKS[0], 4096, 0), Want(self._id, 1)
+            assert await self._raw.ask(*early) == []
+        await self._raw.ask(AbortOk(self._id))
+        self._credits.clear()  # so it says
+        self._left.reverse()
+
+    async def open_after_abort(self) -> None:
+        """Of words that overtook each other, say. What is over stays over."""
+        await self._raw.ask(Abort(self._id, to_wire(HandoffError("changed my mind"))), Open(self._ticket, 0))
+        self._is_open = True
 
     async def stale(self) -> None:
         """Words about a handoff that is long over."""
@@ -221,14 +267,15 @@ class Sender:
             (grant,) = await self._ask(Want(self._id, self._num_wanted))
             assert isinstance(grant, Grant)
             self._credits += grant.slots
-        head, content = self._data(self._num_done, self._credits.pop())
+        chunk = self._left[0]
+        head, content = self._data(chunk, self._credits.pop())
         self._raw.send_data(head, content)
         self._said.append(head)
         answer = await self._raw.hear()
         assert isinstance(answer, ChunkDone)
-        assert (answer.chunk, answer.slot, answer.is_ok) == (self._num_done, head.slot, True)
+        assert (answer.chunk, answer.slot, answer.is_ok) == (chunk, head.slot, True)
         self._credits += answer.granted
-        self._num_done += 1
+        self._left.remove(chunk)
 
     async def _fin(self) -> None:
         answers = await self._ask(Fin(self._id, len(CHUNKS), STATE))
@@ -268,12 +315,13 @@ def run_sender(conn: Connection, port: int, handoff_id: str) -> None:
 class Receiver:
     """Takes one connection and answers its handoff "h"."""
 
-    def __init__(self, transport: ShmTransport | TcpTransport) -> None:
+    def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._server = ChannelServer(self._make_hello, SECRET, self._serve)
         self._address = ""
         self._connected: asyncio.Future[tuple[Channel, Link]] = asyncio.get_running_loop().create_future()
         self._heard: list[Message] = []
+        self._said: list[Message] = []
         self._is_gone = asyncio.Event()
 
     async def start(self) -> int:
@@ -320,15 +368,19 @@ class Receiver:
         await self._tell(Commit("h"))
 
     async def say(self, name: str) -> None:
-        channel, _ = await self._connected
+        channel, link = await self._connected
         if name in BROKEN_FRAMES:
             send_broken(channel, name)
+            return
+        if name == "link closed":
+            await link.close()
             return
         unasked = Grant("h", (0, 1, 2, 3))
         frames: dict[str, Callable[[], tuple[Message, ...]]] = {
             "grant for nobody": lambda: (Grant("old", (0, 1)), ChunkDone("old", 0, 0, True), Commit("old")),
             "grant of no slot": lambda: (Grant("h", (-1,)), Grant("h", (1 << 40,))),
             "chunks that were not sent": lambda: (ChunkDone("h", 77, 0, True), ChunkDone("h", -1, 0, False)),
+            "duplicates": lambda: tuple(self._said),
             "early commit": lambda: (Commit("h"),),
             "unasked grant": lambda: (unasked, unasked),
             "abort of an old one": lambda: (Abort("old"), Abort("old"), AbortOk("h")),
@@ -344,14 +396,14 @@ class Receiver:
     async def _grant(self, number: int) -> None:
         """One slot; the chunk that comes in it is acknowledged."""
         await self._hear(Want, 1)
-        channel, link = await self._connected
-        channel.send(Grant("h", (number % 4,)))
+        _, link = await self._connected
+        await self._tell(Grant("h", (number % 4,)))
         await self._hear(Data, number + 1)
         data = next(m for m in self._heard if isinstance(m, Data) and m.chunk == number)
         if link.staging(data.slot) is None:
             async with asyncio.timeout(WAIT_S):
                 await link.post_recv(data.slot, memoryview(bytearray(1 << 16))).wait()
-        channel.send(ChunkDone("h", data.chunk, data.slot, True))
+        await self._tell(ChunkDone("h", data.chunk, data.slot, True))
 
     async def _hear(self, kind: type, count: int) -> None:
         await until(
@@ -360,13 +412,14 @@ class Receiver:
 
     async def _tell(self, *messages: Message) -> None:
         channel, _ = await self._connected
+        self._said.extend(messages)
         for message in messages:
             channel.send(message)
 
 
 def run_receiver(conn: Connection, transport: str) -> None:
     async def run() -> None:
-        receiver = Receiver(ShmTransport(4, SLOT_TOKENS * 256) if transport == "shm" else TcpTransport(HOST))
+        receiver = Receiver(make_transport(transport))
         conn.send(await receiver.start())
         await obey(conn, receiver)
         await receiver.close()

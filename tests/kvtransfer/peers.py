@@ -1,7 +1,6 @@
-"""Endpoints in processes of their own, told what to do through a pipe, and a wire between them that can be cut.
+"""Endpoints in processes of their own, told what to do through a pipe.
 
-    test ──commands──► process "p": KvEndpoint ──Wire──► process "d": KvEndpoint
-                                                 └── slow, cut (a partition: no end is told), or leading elsewhere
+    test ──commands──► process "p": KvEndpoint ──Wire (wires.py)──► process "d": KvEndpoint
 
 A server that has imported everything forks them, so that one starts in milliseconds and may be killed without regret.
 """
@@ -13,12 +12,16 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import resource
 import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from contracts import wire
 from contracts.errors import LeaseExpiredError
@@ -40,6 +43,7 @@ from tests.kvtransfer.tools import (
 CLONE_NEWNET, CLONE_NEWNS = 0x4000_0000, 0x2_0000
 MS_SLAVE_ALL = 1 << 19 | 1 << 14
 CALM_S = 0.002
+HOARDED_BYTES = (64 << 20, 1 << 20, 64 << 10, 16 << 10)
 ANSWER_S = 60.0  # a busy machine; what is waited for inside has its own, shorter limit
 
 for _kind in wire.KINDS:
@@ -95,6 +99,11 @@ class Process:
     def signal(self, number: signal.Signals) -> None:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
+
+    async def stopped(self) -> None:
+        """Until it is, by itself."""
+        stat = Path(f"/proc/{self._process.pid}/stat")
+        await until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", pause_s=CALM_S)
 
     async def end(self) -> None:
         """Killed. A second call does nothing."""
@@ -203,7 +212,9 @@ class Endpoint:
         self._handoffs: dict[str, Handoff] = {}
         self._incoming: dict[str, Incoming] = {}
         self._source = make_slab(1)
+        self._untouched = side.slab.clone()
         self._num_ready = 0
+        self._hoard: list[bytes] = []
         side.endpoint.on_peers_changed = self._peers_changed
 
     def publish(self, address: str) -> None:
@@ -217,8 +228,12 @@ class Endpoint:
 
     async def connected(self, num_times: int) -> None:
         """Until the peer has become ready for the `num_times`-th time."""
-        await until(lambda: self._num_ready >= num_times, pause_s=CALM_S)
-        await until(lambda: self._side.endpoint.peer_statuses()[0].is_ready, pause_s=CALM_S)
+        statuses = self._side.endpoint.peer_statuses
+        try:
+            await until(lambda: self._num_ready >= num_times, pause_s=CALM_S)
+            await until(lambda: statuses()[0].is_ready, pause_s=CALM_S)
+        except TimeoutError as error:
+            raise AssertionError(f"ready {self._num_ready} of {num_times} times, {statuses()}") from error
 
     def path(self) -> tuple[str, str]:
         """Which transport the connection took, and what is noted about it."""
@@ -239,26 +254,35 @@ class Endpoint:
     def _peers_changed(self) -> None:
         self._num_ready += any(peer.is_ready for peer in self._side.endpoint.peer_statuses())
 
-    async def unready_peer(self, port: int) -> str:
+    async def unready_peer(self, port: int, incarnation: int = 1) -> str:
         """Why it does not become ready."""
-        self._side.endpoint.set_peers([make_info(port)])
+        self._side.endpoint.set_peers([make_info(port, incarnation=incarnation)])
         statuses = self._side.endpoint.peer_statuses
         await until(lambda: statuses()[0].detail != "connecting", pause_s=CALM_S)
         assert not statuses()[0].is_ready
         return statuses()[0].detail
 
-    def expect(self, handoff_id: str, num_tokens: int) -> None:
+    def expect(self, handoff_id: str, num_tokens: int, is_stopping: bool = False) -> None:
+        """`is_stopping`: this process stops, as by SIGSTOP, at the moment when it takes the handoff over."""
         handoff = self._handoffs[handoff_id] = self._make(handoff_id, num_tokens)
+        if is_stopping:
+            handoff.on_over = lambda: os.kill(os.getpid(), signal.SIGSTOP)
         self._incoming[handoff_id] = handoff.expect()
 
     def open(
         self, handoff_id: str, num_tokens: int, num_ready: int, source: int = 1, target: int = 1
     ) -> None:
         """Tokens [0, num_ready) are computed; `source` and `target` are the incarnations in the ticket."""
-        lives = {"source_incarnation": source, "target_incarnation": target}
-        handoff = self._handoffs[handoff_id] = self._make(handoff_id, num_tokens, **lives)
+        if handoff_id not in self._handoffs:
+            self.prepare(handoff_id, num_tokens, source, target)
+        handoff = self._handoffs[handoff_id]
         handoff.open(0)
         handoff.ready(num_ready)
+
+    def prepare(self, handoff_id: str, num_tokens: int, source: int = 1, target: int = 1) -> None:
+        """What is `open`'s, but for the endpoint."""
+        lives = {"source_incarnation": source, "target_incarnation": target}
+        self._handoffs[handoff_id] = self._make(handoff_id, num_tokens, **lives)
 
     def expect_growing(self, handoff_id: str, num_known: int, num_tokens: int) -> None:
         handoff = Growing(self._pair(), num_known, num_tokens, handoff_id=handoff_id)
@@ -289,6 +313,11 @@ class Endpoint:
         """As the worker does when the lease of a reservation is over."""
         self._incoming[handoff_id].cancel(LeaseExpiredError("nobody came"))
 
+    def cancel(self, handoff_id: str) -> int:
+        """As when the client leaves. How many slots are in quarantine then."""
+        self._incoming[handoff_id].cancel(None)
+        return self._side.endpoint.slot_counts.quarantined
+
     async def arrived(self, handoff_id: str, num_tokens: int) -> None:
         """Until so many tokens are in place, and equal to prefill's."""
         handoff = self._handoffs[handoff_id]
@@ -306,15 +335,57 @@ class Endpoint:
         wanted = handoff.state if isinstance(handoff, Growing) else STATE
         return "ok" if outcome == wanted else type(outcome).__name__
 
+    def is_opened(self, handoff_id: str) -> bool:
+        """Whether prefill's first word of it has reached us."""
+        return self._incoming[handoff_id].has_started
+
     def is_pending(self, handoff_id: str) -> bool:
         return not self._handoffs[handoff_id].received.done()
 
+    def starve(self) -> None:
+        """From now on the system has no memory for us; what the interpreter has is enough for small objects only."""
+        small = [bytes(size) for size in range(32, 512, 16) for _ in range(3000)]
+        self._hoard.extend(small[::40])  # of each of its arenas, so that none is given back
+        del small
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), most))
+        for size in HOARDED_BYTES:
+            with contextlib.suppress(MemoryError):
+                while True:
+                    self._hoard.append(bytes(size))
+
+    def feed(self) -> None:
+        """There is memory again."""
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        self._hoard.clear()
+
+    def fork(self) -> int:
+        """A child that holds whatever file we have open; its process id."""
+        child = os.fork()
+        while not child:
+            signal.pause()
+        return child
+
+    def held(self) -> dict[str, int]:
+        """What a connection costs this process."""
+        maps = Path("/proc/self/maps").read_text()
+        return {"files": len(os.listdir("/proc/self/fd")), "areas": maps.count("memfd:baton-kv")}
+
+    async def holds(self, held: dict[str, int]) -> None:
+        """Until it is no more than that."""
+        await until(lambda: all(self.held()[name] <= most for name, most in held.items()), pause_s=CALM_S)
+
     async def rest(self) -> None:
-        """The audit: every slot is free, nothing is expected, nothing is under way."""
+        """The audit: every slot is free, nothing is expected or under way, and no block was written but of handoffs."""
         endpoint = self._side.endpoint
         await until(lambda: self._side.is_at_rest, pause_s=CALM_S)
         assert endpoint._receiver.num_expected == 0
         assert not any(sender._outgoing for sender in endpoint._senders.values())
+        handoffs = self._handoffs.values() if self._side.endpoint._identity[0] == "d" else ()
+        others = set(range(NUM_BLOCKS)).difference(*(handoff.targets for handoff in handoffs))
+        assert torch.equal(self._side.slab[list(others)], self._untouched[list(others)])
 
     def _make(self, handoff_id: str, num_tokens: int, **changes: Any) -> Handoff:
         assert num_tokens <= NUM_BLOCKS * 4
@@ -325,88 +396,3 @@ class Endpoint:
         source.slab = self._source
         own = self._side
         return Pair(own, own, 0) if own.endpoint._identity[0] == "p" else Pair(source, own, 0)
-
-
-# --- between two processes --------------------------------------------------------------------------------------------
-
-
-class Wire:
-    """A TCP proxy: `delay_s` per piece; `cut` lets nothing pass, ends included; `lead` takes new ones elsewhere."""
-
-    def __init__(self, target: int) -> None:
-        self._target = target
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._is_whole = asyncio.Event()
-        self._is_whole.set()
-        self._server: asyncio.Server | None = None
-        self.delay_s = 0.0
-
-    async def start(self) -> int:
-        self._server = await asyncio.start_server(self._accept, HOST, 0)
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
-
-    def cut(self) -> None:
-        self._is_whole.clear()
-
-    def heal(self) -> None:
-        self._is_whole.set()
-
-    def lead(self, target: int) -> None:
-        self._target = target
-
-    async def close(self) -> None:
-        assert self._server is not None
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(self._run(reader, writer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _run(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            await self._is_whole.wait()
-            far_reader, far_writer = await asyncio.open_connection(HOST, self._target)
-            try:
-                await asyncio.gather(self._pass(reader, far_writer), self._pass(far_reader, writer))
-            finally:
-                far_writer.transport.abort()
-        except OSError:
-            pass
-        finally:
-            writer.transport.abort()
-
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while True:
-            content = await reader.read(4096 if self.delay_s else 1 << 16)
-            await self._is_whole.wait()
-            if self.delay_s:
-                await asyncio.sleep(self.delay_s)
-            if not content:
-                raise ConnectionResetError  # ends both directions
-            writer.write(content)
-            await writer.drain()
-
-
-@contextlib.asynccontextmanager
-async def wires(port: int, address: str) -> AsyncIterator[tuple[list[Wire], int, str]]:
-    """Around a listening endpoint: the wires, and the port and data address that lead through them.
-
-    Over shm the data needs no wire: only the control connection can be cut.
-    """
-    made: list[Wire] = []
-    try:
-        made.append(Wire(port))
-        port = await made[0].start()
-        if address.startswith("tcp="):
-            host, _, data_port = address.rpartition(":")
-            made.append(Wire(int(data_port)))
-            address = f"{host}:{await made[1].start()}"
-        yield made, port, address
-    finally:
-        for each in made:
-            await each.close()

@@ -12,7 +12,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from tests.kvtransfer.peers import Place, Process, Processes, Wire, processes, wires
+from contracts.messages import PROTOCOL_VERSION
+from tests.kvtransfer.peers import Place, Process, Processes, processes
+from tests.kvtransfer.wires import Wire, wires
 
 NUM_TOKENS = 100
 NUM_READY = 60
@@ -65,16 +67,22 @@ class Scene:
 
     async def restart(self, victim: str) -> None:
         """A new life at the same address."""
+        await self.start_anew(victim)
+        await self.prefill.ask("peer", self.port, self.decode_life)
+
+    async def start_anew(self, victim: str, version: int = PROTOCOL_VERSION) -> None:
+        """It is there, and nobody has connected yet."""
         if victim == "prefill":
             self.prefill_life = 2
-            self.prefill, _, _ = await self.started.endpoint("p", 2, transport=self.transport)
+            self.prefill, _, _ = await self.started.endpoint("p", 2, version, transport=self.transport)
         else:
             self.decode_life = 2
-            self.decode, port, address = await self.started.endpoint("d", 2, transport=self.transport)
+            self.decode, port, address = await self.started.endpoint(
+                "d", 2, version, transport=self.transport
+            )
             self.wires[0].lead(port)
             if self.transport == "tcp":
                 self.wires[1].lead(int(address.rpartition(":")[2]))
-        await self.prefill.ask("peer", self.port, self.decode_life)
 
 
 @contextlib.asynccontextmanager
@@ -82,6 +90,7 @@ async def scene(transport: str, peer_timeout_s: float = 60.0) -> AsyncIterator[S
     # A handoff ends by the fault, never because a busy machine has stopped for a while.
     changes = {
         "transport": transport, "peer_timeout_s": peer_timeout_s, "progress_timeout_s": 2 * LIMIT_S,
+        "connect_timeout_s": 15.0,
     }  # fmt: skip
     async with processes() as started:
         decode, port, address = await started.endpoint("d", **changes)

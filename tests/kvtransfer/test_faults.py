@@ -10,16 +10,17 @@ on by itself: the next handoff arrives.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 
 import pytest
 
 from contracts.messages import PROTOCOL_VERSION
-from tests.kvtransfer.peers import processes
+from tests.kvtransfer.peers import Process, processes
 from tests.kvtransfer.scene import NUM_TOKENS, SILENCE_S, STATES, Scene, check_survivor, scene
 
-transports = pytest.mark.parametrize("transport", ["tcp", "shm"])
 every_transport = pytest.mark.parametrize("transport", ["tcp", "shm", "ucx"])
 victims = pytest.mark.parametrize("victim", ["prefill", "decode"])
 
@@ -44,16 +45,67 @@ async def at_each_state(check: Callable[[str], Coroutine[None, None, None]]) -> 
 async def test_a_peer_is_killed_and_comes_back_at_the_same_address(transport: str, victim: str) -> None:
     async def check(state: str) -> None:
         async with scene(transport) as s:
+            survivor = s.decode if victim == "prefill" else s.prefill
+            held = await survivor.ask("held")
             await s.reach(state, "h")
             (s.prefill if victim == "prefill" else s.decode).signal(signal.SIGKILL)
             await check_survivor(s, "decode" if victim == "prefill" else "prefill", state)
             await s.restart(victim)
             await s.check_again(1)
+            await survivor.ask("holds", held)  # of the life before, nothing is left
 
     await at_each_state(check)
 
 
-@transports
+@every_transport
+@victims
+async def test_a_peer_is_killed_and_a_child_of_it_holds_its_connections_open(
+    transport: str, victim: str
+) -> None:
+    """No end is told then, as if it were stopped."""
+
+    async def check(state: str) -> None:
+        async with scene(transport, SILENCE_S) as s:
+            await s.reach(state, "h")
+            killed = s.prefill if victim == "prefill" else s.decode
+            child = await killed.ask("fork")
+            try:
+                killed.signal(signal.SIGKILL)
+                await check_survivor(s, "decode" if victim == "prefill" else "prefill", state)
+                await (s.decode if victim == "prefill" else s.prefill).ask("fenced")
+                await s.restart(victim)
+                await s.check_again(1)
+            finally:
+                os.kill(child, signal.SIGKILL)
+
+    await at_each_state(check)
+
+
+@every_transport
+@pytest.mark.parametrize("which", ["control", "data"])
+async def test_a_connection_that_breaks_ends_both_sides_and_is_made_again(transport: str, which: str) -> None:
+    """The processes are well: whatever was under way has one typed error, on both sides, and what was not goes on."""
+    if which == "data" and transport != "tcp":
+        which = "control"  # the data's needs no wire; test_hostile.py closes it
+
+    async def check(state: str) -> None:
+        async with scene(transport) as s:
+            held = await asyncio.gather(s.prefill.ask("held"), s.decode.ask("held"))
+            await s.reach(state, "h")
+            s.wires[which == "data"].reset()
+            if state in ("receiving", "received"):
+                assert await s.prefill.ask("result", "h") == "WorkerLostError"
+                assert await s.decode.ask("outcome", "h") == "WorkerLostError"
+            await s.prefill.ask("connected", 2)
+            if state == "reserved":
+                await complete(s, state)
+            await s.check_again(2)
+            await asyncio.gather(s.prefill.ask("holds", held[0]), s.decode.ask("holds", held[1]))
+
+    await at_each_state(check)
+
+
+@every_transport
 @victims
 async def test_a_ticket_for_the_life_before_the_restart_is_worker_lost(transport: str, victim: str) -> None:
     async with scene(transport) as s:
@@ -99,8 +151,10 @@ async def check_other_end(s: Scene, victim: str, state: str) -> None:
         await s.decode.ask("expire", "h")
 
 
-@transports
+@every_transport
 async def test_a_partition_ends_both_sides_and_heals(transport: str) -> None:
+    """Over shm and ucx of the control connection only: the data's is whole, and must be given up all the same."""
+
     async def check(state: str) -> None:
         async with scene(transport, SILENCE_S) as s:
             await s.reach(state, "h")
@@ -116,25 +170,121 @@ async def test_a_partition_ends_both_sides_and_heals(transport: str) -> None:
     await at_each_state(check)
 
 
-@transports
+@every_transport
 async def test_a_slow_wire_is_no_failure(transport: str) -> None:
+    """Over shm and ucx the control connection's."""
+
     async def check(state: str) -> None:
         async with scene(transport) as s:
             await s.reach(state, "h")
             for wire in s.wires:
                 wire.delay_s = 0.01
-            if state == "reserved":
-                await s.open("h", NUM_TOKENS)
-            elif state == "receiving":
-                await s.prefill.ask("ready", "h", NUM_TOKENS)
-            if state != "delivered":
-                await s.finish("h")
+            await complete(s, state)
             await s.check_again(1)
 
     await at_each_state(check)
 
 
-@transports
+async def complete(s: Scene, state: str) -> None:
+    if state == "reserved":
+        await s.open("h", NUM_TOKENS)
+    elif state == "receiving":
+        await s.prefill.ask("ready", "h", NUM_TOKENS)
+    if state != "delivered":
+        await s.finish("h")
+
+
+@contextlib.asynccontextmanager
+async def halting(process: Process) -> AsyncIterator[None]:
+    """It runs for a tenth of the time."""
+
+    async def halt() -> None:
+        while True:
+            process.signal(signal.SIGSTOP)
+            await asyncio.sleep(0.02)
+            process.signal(signal.SIGCONT)
+            await asyncio.sleep(0.002)
+
+    task = asyncio.create_task(halt())
+    try:
+        yield
+    finally:
+        task.cancel()
+        process.signal(signal.SIGCONT)
+
+
+@every_transport
+@victims
+async def test_a_slow_peer_is_no_failure(transport: str, victim: str) -> None:
+    async def check(state: str) -> None:
+        async with scene(transport) as s:
+            await s.reach(state, "h")
+            async with halting(s.prefill if victim == "prefill" else s.decode):
+                await complete(s, state)
+                await s.check_again(1)
+
+    await at_each_state(check)
+
+
+@every_transport
+@victims
+async def test_a_peer_has_no_memory_for_a_while(transport: str, victim: str) -> None:
+    """For real: the system refuses whatever is larger than a small object."""
+
+    async def check(state: str) -> None:
+        async with scene(transport) as s:
+            await s.reach(state, "h")
+            starving = s.prefill if victim == "prefill" else s.decode
+            if state == "reserved":
+                await s.prefill.ask("prepare", "h", NUM_TOKENS)  # tickets are the coordinator's
+            await starving.ask("starve")
+            ends = await go_on(s, state)
+            assert ends <= {"ok", "HandoffError", "WorkerLostError"}
+            if ends - {"ok"}:
+                await asyncio.gather(s.prefill.ask("fenced"), s.decode.ask("fenced"))
+            await starving.ask("feed")
+            await s.check_again(2 if ends - {"ok"} else 1)
+
+    await at_each_state(check)
+
+
+async def go_on(s: Scene, state: str) -> set[str]:
+    """To the end of the handoff, whatever it is: what both sides heard of it."""
+    if state == "delivered":
+        return set()
+    if state == "reserved":
+        await s.open("h", NUM_TOKENS)
+    elif state == "receiving":
+        await s.prefill.ask("ready", "h", NUM_TOKENS)
+    await s.prefill.ask("finish", "h")
+    ends = {await s.prefill.ask("result", "h")}
+    if await s.decode.ask("is_opened", "h"):
+        ends.add(await s.decode.ask("outcome", "h"))
+    else:
+        await s.decode.ask("expire", "h")
+    return ends
+
+
+@every_transport
+@victims
+async def test_a_peer_that_comes_back_with_another_version_is_refused(transport: str, victim: str) -> None:
+    """In the middle of a rolling update, say."""
+
+    async def check(state: str) -> None:
+        async with scene(transport) as s:
+            await s.reach(state, "h")
+            (s.prefill if victim == "prefill" else s.decode).signal(signal.SIGKILL)
+            await check_survivor(s, "decode" if victim == "prefill" else "prefill", state)
+            await s.start_anew(victim, PROTOCOL_VERSION + 1)
+            ours, theirs = PROTOCOL_VERSION + (victim == "prefill"), PROTOCOL_VERSION + (victim == "decode")
+            why = await s.prefill.ask("unready_peer", s.port, s.decode_life)
+            assert why == f"expected protocol version {ours} but peer sent {theirs}"
+            await s.rest()
+
+    await at_each_state(check)
+
+
+@every_transport
 @victims
 async def test_another_protocol_version_is_refused_with_both_sides_values(
     transport: str, victim: str

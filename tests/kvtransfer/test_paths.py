@@ -18,7 +18,7 @@ import torch
 from benchmarks.processes import own_kib
 from contracts.errors import ConfigError
 from contracts.messages import PeerStatus
-from kvtransfer import paths, selftest, ucx
+from kvtransfer import paths, selftest, sender, ucx
 from kvtransfer.memory import MemoryLink
 from kvtransfer.paths import Paths, make_transports
 from kvtransfer.selftest import PIECE_BYTES, fill, make_pattern, make_rounds
@@ -214,6 +214,25 @@ async def test_the_way_back_is_tested_too(monkeypatch: pytest.MonkeyPatch) -> No
         await until(lambda: "bytes came back damaged" in prefill.endpoint.peer_statuses()[0].detail)
         assert not prefill.endpoint.peer_statuses()[0].is_ready
         await prefill.endpoint.close()
+
+
+async def test_whatever_goes_wrong_at_connecting_the_pair_finds_together_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As torch says that there is no memory."""
+    real, left = sender.SelfTest, [1]
+
+    def make(*arguments: Any) -> selftest.SelfTest:
+        if left[0]:
+            left[0] -= 1
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return real(*arguments)
+
+    monkeypatch.setattr(sender, "SelfTest", make)
+    async with auto_pair() as pair:
+        assert left == [0]
+        assert "can't allocate memory" in status_of(pair).events[0].text
+        await hand_over(pair)
 
 
 async def test_a_path_far_below_its_promise_is_used_and_told(

@@ -20,10 +20,9 @@ from contracts.ticket import Ticket, sign
 from kvtransfer.endpoint import KvEndpoint
 from kvtransfer.incoming import Incoming, Outcome
 from kvtransfer.outgoing import Outgoing, OutgoingResult
-from kvtransfer.shm import ShmTransport
 from kvtransfer.slots import SlotCounts
-from kvtransfer.tcp import TcpTransport
 from kvtransfer.transport import TOKEN_BYTES, Link, Transport
+from tests.kvtransfer.links import make_transport
 
 HOST = "127.0.0.1"
 SECRET = b"s" * 32
@@ -118,13 +117,14 @@ class Handoff:
         self.sent: asyncio.Future[OutgoingResult] = loop.create_future()
         self.received: asyncio.Future[Outcome] = loop.create_future()
         self.num_starts = 0
+        self.on_over: Callable[[], None] = lambda: None
         self.outgoing: Outgoing | None = None
 
     def expect(self) -> Incoming:
         ticket = self.ticket
         return self.pair.decode.endpoint.expect(
             ticket.handoff_id, ticket.request_id, b"prompt", self.num_tokens, self.start, self.targets,
-            on_start=self._started, on_done=self.received.set_result,
+            on_start=self._started, on_done=self.take_over,
         )  # fmt: skip
 
     def open(self, num_ready: int | None = None) -> Outgoing:
@@ -146,6 +146,10 @@ class Handoff:
     async def outcome(self) -> Outcome:
         async with asyncio.timeout(WAIT_S):
             return await asyncio.shield(self.received)
+
+    def take_over(self, outcome: Outcome) -> None:
+        self.on_over()
+        self.received.set_result(outcome)
 
     def _started(self) -> None:
         self.num_starts += 1
@@ -176,7 +180,7 @@ class Growing(Handoff):
         return self.pair.decode.endpoint.expect(
             ticket.handoff_id, ticket.request_id, b"prompt", self.num_known, self.start, self.targets,
             num_more=room if num_more is None else num_more,
-            on_start=self._started, on_done=self.received.set_result,
+            on_start=self._started, on_done=self.take_over,
         )  # fmt: skip
 
     def open(self, num_ready: int | None = None) -> Outgoing:
@@ -281,10 +285,11 @@ class RawSender:
 async def raw_sender(port: int, name: str = "p") -> AsyncIterator[RawSender]:
     channel = await connect(HOST, port, Hello(name, 1, "kv", b"", FINGERPRINT, LAYOUT), SECRET)
     transport, _, address = channel.peer.data_address.partition("=")
-    dialler = ShmTransport(1, 4096) if transport == "shm" else TcpTransport(HOST)
+    dialler = make_transport(transport)
     link = await dialler.connect(address, channel.peer.bind_token, WAIT_S)
     try:
         yield RawSender(channel, link)
     finally:
         await link.close()
         await channel.close()
+        await dialler.close()
