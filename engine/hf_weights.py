@@ -7,7 +7,6 @@ layer in one (`experts.gate_up_proj` [E, 2 * inner, hidden], `experts.down_proj`
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from contracts.errors import ConfigError
+from engine.hf_files import end_token_ids, read_json
 from engine.parallel.shards import Part
 from engine.quantization import BlockKind
 from engine.spec import ModelSpec
@@ -71,8 +71,8 @@ class HfSource:
     """Implements weights.TensorSource. Raises ConfigError for unreadable or incomplete files."""
 
     def __init__(self, directory: Path) -> None:
-        config = _read_json(directory / "config.json")
-        self.spec: ModelSpec = spec_from_hf(_with_generation_config(config, directory))
+        config = read_json(directory / "config.json")
+        self.spec: ModelSpec = spec_from_hf(config | {"eos_token_id": list(end_token_ids(directory))})
         self._has_offset_norms = has_offset_norms(config)
         self._sees_images = text_config(config) is not config
         self._shards = _shards(directory)
@@ -146,20 +146,9 @@ def _expert_name(name: str) -> str:
     return f"{head}.mlp.{tail}"
 
 
-def _with_generation_config(config: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """`config` with every stop token either file names; chat models list their end-of-turn only in the second."""
-    path = directory / "generation_config.json"
-    if not path.is_file():
-        return config
-    ids: dict[int, None] = {}
-    for value in (config.get("eos_token_id"), _read_json(path).get("eos_token_id")):
-        ids.update(dict.fromkeys(value if isinstance(value, list) else [] if value is None else [value]))
-    return {**config, "eos_token_id": list(ids)}
-
-
 def _shards(directory: Path) -> list[Path]:
     if (directory / _INDEX).is_file():
-        weight_map = _read_json(directory / _INDEX).get("weight_map")
+        weight_map = read_json(directory / _INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ConfigError(f"{_INDEX}: expected 'weight_map' to be an object but got {weight_map!r}")
         shards = [directory / name for name in sorted(set(weight_map.values()))]
@@ -177,13 +166,3 @@ def _shards(directory: Path) -> list[Path]:
         if not shard.is_file():
             raise ConfigError(f"{_INDEX}: expected the file {shard} but it is missing")
     return shards
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"expected JSON in {path} but could not read it: {exc}") from exc
-    if not isinstance(value, dict):
-        raise ConfigError(f"expected a JSON object in {path} but got {type(value).__name__}")
-    return value

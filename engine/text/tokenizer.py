@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 
 from contracts.errors import ConfigError
 from engine.gguf_file import model_stem
+from engine.hf_files import end_token_ids, read_json, token_text
 from engine.text.gguf_vocab import read_vocab
 from engine.text.template import ChatTemplate
 
@@ -177,22 +178,18 @@ def _from_directory(path: Path) -> TextModel:
     except Exception as error:  # the library raises plain Exception
         raise ConfigError(f"expected a tokenizer in {source} but got: {error}") from error
     config, generation = (
-        _read_json(path / "tokenizer_config.json"),
-        _read_json(path / "generation_config.json"),
+        read_json(path / "tokenizer_config.json"),
+        read_json(path / "generation_config.json"),
     )
     special = {
-        name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+        name: token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")
     }
     tokens = {name: text for name, text in special.items() if text is not None}
     template = _template_source(path, config)
-    eos = generation.get("eos_token_id", _read_json(path / "config.json").get("eos_token_id"))
-    eos_ids = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    if "eos_token" in tokens and (eos_id := tokenizer.token_to_id(tokens["eos_token"])) is not None:
-        eos_ids.add(eos_id)
     return TextModel(
         tokenizer,
         name=path.resolve().name,
-        eos_ids=eos_ids,
+        eos_ids=end_token_ids(path, tokenizer.token_to_id),
         bos_id=tokenizer.token_to_id(tokens["bos_token"]) if "bos_token" in tokens else None,
         template=ChatTemplate(template, tokens) if template else None,
         sampling_defaults={
@@ -207,30 +204,13 @@ def _template_source(path: Path, config: dict[str, Any]) -> str | None:
     file = path / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    source = config.get("chat_template", _read_json(path / "chat_template.json").get("chat_template"))
+    source = config.get("chat_template", read_json(path / "chat_template.json").get("chat_template"))
     if isinstance(source, list):  # several named ones
         named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
         source = named.get("default", next(iter(named.values()), None))
     if not isinstance(source, str | None):
         raise ConfigError(f"{path}: expected a chat template as text, or named ones, but got {source!r}")
     return source
-
-
-def _token_text(value: Any) -> str | None:
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"expected JSON in {path} but: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"expected an object in {path} but got {type(value).__name__}")
-    return value
 
 
 def _byte_table(tokenizer: Tokenizer) -> tuple[list[bytes], bool]:
