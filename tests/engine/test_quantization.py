@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from contracts.errors import ConfigError
 from engine import quantization, weights
-from engine.quantization import BlockKind, quantize, resolve_quantization
+from engine.quantization import GROUP, BlockKind, quantize, resolve_quantization
 from engine.weights import Linear, LoadedModel, load_model
 from tests.engine.tiny_models import FAMILIES, family_config, make_config, make_oracle, write_gguf, write_hf
 
@@ -65,6 +65,24 @@ def test_float_weights_are_rounded_when_asked_and_the_vocabulary_to_8_bits(
         span = numbers(theirs).amax() - numbers(theirs).amin()
         assert (numbers(ours) - numbers(theirs)).abs().max() < span / (200 if index < 2 else 20)
     assert all(m.quantized is None for m in matrices(load_model(path, torch.float32, quantization="auto")))
+
+
+def test_int4_is_nearer_than_codes_that_span_from_end_to_end() -> None:
+    """By a twentieth of the squared error, of what weights look like."""
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+    groups = weight.view(64, -1, GROUP)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    spanned = ((groups - low) / (high - low) * 15).round() / 15 * (high - low) + low
+    error = (quantize(weight, BlockKind.Q4_1).expanded() - weight).square().mean()
+    assert error < 0.95 * (spanned - groups).square().mean()
+
+
+def test_what_is_a_line_of_16_steps_is_kept_as_it_is() -> None:
+    codes = torch.randint(0, 16, (8, 4, GROUP), generator=torch.Generator().manual_seed(2)).float()
+    codes[..., 0], codes[..., 1] = 0, 15
+    weight = (codes * 0.25 - 1.5).view(8, -1)
+    weight[0, :GROUP], weight[1, :GROUP] = 0.75, 0.0  # no step at all
+    assert torch.equal(quantize(weight, BlockKind.Q4_1).expanded(), weight)
 
 
 class LargestResult(TorchDispatchMode):
