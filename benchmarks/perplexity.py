@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=2 * WINDOW, help="of the text (default 1024)")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
-    dtype, found = resolve_dtype("auto"), {}
+    dtype, found = resolve_dtype("auto"), dict[str, float]()
     try:
         windows = list(windows_of(arguments.model or ensure_embedded_model(), arguments.tokens))
         for mode in MODES:
