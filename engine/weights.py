@@ -34,6 +34,7 @@ from engine.tensor_names import Shape, expected_tensors, fused_with, layer_norms
 Progress = Callable[[int, int], None]
 _SAMPLE_BYTES = 1 << 20
 _LARGE_BYTES = 64 << 20  # more than any tokenizer
+_PIECE_ELEMENTS = 1 << 22  # what is rounded at a time
 _ROUTER = ".mlp.gate.weight"
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
@@ -266,8 +267,7 @@ class Forms:
 
 
 class _Filler:
-    """Reads tensors into their final, possibly fused, place: most matrices when all places are made, norms at once, and
-    what is rounded too, for which memory is planned for one matrix as numbers."""
+    """Reads tensors into their final, possibly fused, place: norms at once, the rest when all places are made."""
 
     def __init__(
         self,
@@ -363,7 +363,7 @@ class _Filler:
             if self._source.block_kind(name) is kind:
                 self._reads.add(self._source.file_of(name), partial(self._read_blocks, name, place))
             else:
-                self._round(name, place, kind)
+                self._reads.add(self._source.file_of(name), partial(self._round, name, place, kind))
         return fused
 
     def _stack(self, names: list[str], columns: Shape, dtype: torch.dtype) -> tuple[Tensor, Sequence[Tensor]]:
@@ -381,9 +381,14 @@ class _Filler:
         self._report(name)
 
     def _round(self, name: str, place: Tensor, kind: BlockKind) -> None:
-        numbers = torch.empty(self._parts[name].shape)
-        self._source.read_into(name, numbers, self._parts[name])
-        place.copy_(quantize(numbers, kind).blocks)
+        part, head_dim = self._parts[name], self._spec.head_dim
+        # NOTE: whole heads at a time; a file may hold the rows of one in another order.
+        step = max(1, _PIECE_ELEMENTS // part.shape[1] // head_dim) * head_dim
+        for low in range(0, part.shape[0], step):
+            some = part.some_rows(low, min(low + step, part.shape[0]))
+            numbers = torch.empty(some.shape)
+            self._source.read_into(name, numbers, some)
+            place[low : low + step].copy_(quantize(numbers, kind).blocks)
         self._report(name)
 
     def _report(self, name: str) -> None:

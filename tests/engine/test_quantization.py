@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from contracts.errors import ConfigError
 from engine import quantization, weights
+from engine.parallel.shards import Shard
 from engine.quantization import GROUP, BlockKind, quantize, resolve_quantization
 from engine.weights import Linear, LoadedModel, load_model
 from tests.engine.tiny_models import FAMILIES, family_config, make_config, make_oracle, write_gguf, write_hf
@@ -108,6 +109,27 @@ def test_rounding_a_matrix_needs_little_memory_beyond_its_blocks(
     assert seen.num_bytes == blocks.nbytes < weight.nbytes / 3
     rows = [quantize(weight[low : low + 1000], kind).blocks for low in range(0, 4096, 1000)]
     assert torch.equal(blocks, torch.cat(rows))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("form", ["safetensors", "gguf"])
+def test_rounding_a_file_never_holds_a_whole_matrix_of_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, size: int
+) -> None:
+    """Also where a file has the rows of heads in pairs, and of a rank, which reads some rows or columns."""
+    monkeypatch.setattr(weights, "_PIECE_ELEMENTS", 1 << 10)
+    oracle = make_oracle(CONFIG)
+    path = write_gguf(tmp_path / "x.gguf", oracle) if form == "gguf" else write_hf(tmp_path, CONFIG, oracle)
+    shard = Shard(size - 1, size)
+    exact = load_model(path, torch.float32, shard=shard)
+    with LargestResult() as seen:
+        model = load_model(path, torch.float32, quantization="int4", shard=shard)
+    assert seen.num_bytes < max(numbers(matrix).nbytes for matrix in matrices(exact)) / 2
+    for index, (ours, theirs) in enumerate(zip(matrices(model), matrices(exact), strict=True)):
+        assert (ours.quantized is None) == (numbers(theirs).shape[1] % GROUP > 0)
+        if ours.quantized is not None:
+            kind = BlockKind.Q8_0 if index < 2 else BlockKind.Q4_1
+            assert torch.equal(numbers(ours), quantize(numbers(theirs), kind).expanded())
 
 
 def test_rows_that_are_no_whole_blocks_stay_numbers(tmp_path: Path) -> None:

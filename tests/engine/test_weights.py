@@ -15,6 +15,7 @@ from contracts.errors import ConfigError
 from engine.gguf_file import read_gguf
 from engine.hf_weights import HfSource
 from engine.parallel.shards import Part
+from engine.quantization import Quantization
 from engine.weights import LoadedModel, load_model, open_source, resolve_dtype
 from tests.engine.tiny_models import checkpoint_tensors, make_config, make_oracle, write_gguf, write_hf
 
@@ -98,9 +99,12 @@ def test_shards_named_by_an_index_are_one_checkpoint(tmp_path: Path) -> None:
         assert torch.equal(left, right)
 
 
-def test_shards_are_read_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The readers of both files meet within their first read."""
-    config = make_config()
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+def test_shards_are_read_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: Quantization
+) -> None:
+    """The readers of both files meet within their first read, also of what is rounded."""
+    config = make_config(hidden_size=96)
     write_two_shards(tmp_path, config, checkpoint_tensors(make_oracle(config)))
     meeting, begun, read_into = threading.Barrier(2), set(), HfSource.read_into
 
@@ -111,7 +115,7 @@ def test_shards_are_read_side_by_side(tmp_path: Path, monkeypatch: pytest.Monkey
         read_into(source, name, target, part)
 
     monkeypatch.setattr(HfSource, "read_into", meet)
-    load_model(tmp_path, torch.float32)
+    load_model(tmp_path, torch.float32, quantization=quantization)
     assert begun == {0, 1}
 
 
