@@ -11,6 +11,7 @@ of a step are complete when rank 0 has its end, since each layer ends in a sum o
 from __future__ import annotations
 
 import array
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -78,16 +79,14 @@ class FarBlocks:
 
 def answer_copies(wire: Wire, window: Tensor, pages: Copier) -> None:
     """The rank's side. Returns when rank 0's end of the connection is closed."""
-    while True:
-        try:
+    with contextlib.suppress(WorkerLostError):
+        while True:
             kind, payload, _ = wire.receive()
-        except WorkerLostError:
-            return
-        low, high, *block_ids = array.array("q", payload)
-        copy = pages.gather if kind is Kind.GATHER else pages.scatter
-        try:
-            copy(block_ids, low, high, window)
-        except Exception as error:  # whatever it is, the one who asked hears of it
-            wire.send(Kind.FAILED, repr(error).encode())
-        else:
-            wire.send(Kind.DONE)
+            low, high, *block_ids = array.array("q", payload)
+            copy = pages.gather if kind is Kind.GATHER else pages.scatter
+            try:
+                copy(block_ids, low, high, window)
+            except Exception as error:  # whatever it is, the one who asked hears of it
+                wire.send(Kind.FAILED, repr(error).encode())
+            else:
+                wire.send(Kind.DONE)
