@@ -134,6 +134,8 @@ def _parse(path: Path, cursor: _Cursor) -> GgufFile:
     if magic != _MAGIC:
         raise ConfigError(f"{path}: expected a GGUF file but it starts with {magic!r}")
     version = cursor.scalar("I")
+    if version.to_bytes(4, "big") in [known.to_bytes(4, "little") for known in _VERSIONS]:
+        raise ConfigError(f"{path}: expected a little-endian GGUF file but it is for big-endian machines")
     if version not in _VERSIONS:
         raise ConfigError(f"{path}: expected GGUF version {_VERSIONS} but got {version}")
     num_tensors, num_fields = cursor.scalar("Q"), cursor.scalar("Q")

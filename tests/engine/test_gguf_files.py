@@ -13,9 +13,11 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from contracts.errors import ConfigError
+from engine import gguf_kinds
 from engine.embedded import check_model
 from engine.gguf_file import model_stem, read_gguf
-from engine.gguf_weights import GgufSource, hf_name, supported_quantizations
+from engine.gguf_kinds import supported_quantizations
+from engine.gguf_weights import GgufSource, hf_name
 from engine.parallel.shards import Part
 from engine.quantization import Quantization
 from engine.weights import load_model
@@ -54,7 +56,13 @@ def make_blocks(rows: int, columns: int, kind: str, seed: int) -> np.ndarray:
     return generator.integers(0, 0x20, (rows, columns // size * num_bytes), dtype=np.uint8)
 
 
-def write_kinds(path: Path, kinds: list[str], num_layers: int, split: int = 0) -> dict[str, np.ndarray]:
+def write_kinds(
+    path: Path,
+    kinds: list[str],
+    num_layers: int,
+    split: int = 0,
+    order: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
+) -> dict[str, np.ndarray]:
     """A qwen2, matrices of `kinds` in turn, else as MIXED; their numbers by name. `split`: tensors a file."""
     sizes = {
         "embedding_length": 256,
@@ -62,7 +70,7 @@ def write_kinds(path: Path, kinds: list[str], num_layers: int, split: int = 0) -
         "block_count": num_layers,
         "context_length": 256,
     }
-    writer = gguf.GGUFWriter(path, "qwen2", split_max_tensors=split)
+    writer = gguf.GGUFWriter(path, "qwen2", split_max_tensors=split, endianess=order)
     for name, value in sizes.items():
         writer.add_uint32(f"qwen2.{name}", value)
     writer.add_head_count(4)
@@ -133,6 +141,28 @@ def test_a_kind_that_nobody_expands_is_named_with_those_that_are(
     assert all(kind in caught.value.message for kind in KINDS)
 
 
+@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "F16"])
+def test_half_a_download_is_refused_before_anything_is_read(kind: str, tmp_path: Path) -> None:
+    """By the start of the cluster too."""
+    path = tmp_path / "x.gguf"
+    write_kinds(path, [kind], num_layers=1)
+    whole = max(t.offset + gguf_kinds.num_bytes_of(t) for t in read_gguf(path).tensors.values())
+    path.write_bytes(path.read_bytes()[: whole - 1])
+    for read in (GgufSource, check_model):
+        with pytest.raises(
+            ConfigError, match=rf"not whole: expected at least {whole} bytes but it has {whole - 1}"
+        ):
+            read(path)
+
+
+def test_a_file_for_other_machines_says_so(tmp_path: Path) -> None:
+    write_kinds(tmp_path / "x.gguf", [], num_layers=1, order=gguf.GGUFEndian.BIG)
+    with pytest.raises(
+        ConfigError, match="expected a little-endian GGUF file but it is for big-endian machines"
+    ):
+        read_gguf(tmp_path / "x.gguf")
+
+
 # --- several files ----------------------------------------------------------------------------------------------------
 
 
@@ -188,6 +218,12 @@ def test_tensors_are_counted_over_all_parts(parts: list[Path], tmp_path: Path) -
     shutil.copy(other / "model-00003-of-00003.gguf", parts[2])
     with pytest.raises(ConfigError, match=r"each tensor once but|expected 21 tensors in all parts but got"):
         read_gguf(parts[0])
+
+
+def test_a_part_that_is_not_whole_is_named(parts: list[Path]) -> None:
+    parts[1].write_bytes(parts[1].read_bytes()[:-64])
+    with pytest.raises(ConfigError, match=r"model-00002-of-00003.gguf is not whole"):
+        check_model(parts[0])
 
 
 def test_parts_are_found_by_their_names(parts: list[Path]) -> None:
