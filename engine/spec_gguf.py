@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from contracts.errors import ConfigError
-from engine.gguf_file import GgufFile, end_token_ids
+from engine.gguf_file import GgufFile, end_token_ids, named_token_ids
 from engine.spec import (
     Experts,
     FactorRope,
@@ -37,7 +37,6 @@ def spec_from_gguf(file: GgufFile, rope_factors: tuple[float, ...] | None = None
 
     Raises ConfigError for an unsupported architecture or rope type, partial rotary and missing or mistyped fields.
     """
-    tokenizer = Fields(file.fields, "GGUF header", "tokenizer.ggml.")
     name = Fields(file.fields, "GGUF header").text("general.architecture")
     if name not in GGUF_ARCHITECTURES:
         raise ConfigError(f"unsupported architecture: expected one of {GGUF_ARCHITECTURES} but got {name!r}")
@@ -66,7 +65,7 @@ def spec_from_gguf(file: GgufFile, rope_factors: tuple[float, ...] | None = None
         norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         attention_scale=_attention_scale(fields, is_gemma, head_dim, hidden_size // num_heads, len(layers)),
         tie_embeddings="output.weight" not in file.tensors,
-        bos_token_id=next(iter(tokenizer.token_ids("bos_token_id")), None),
+        bos_token_id=next(iter(named_token_ids(file.fields, "bos")), None),
         eos_token_ids=end_token_ids(file.fields),
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         out_bias="blk.0.attn_output.bias" in file.tensors,
