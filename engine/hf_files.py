@@ -29,8 +29,8 @@ def end_token_ids(directory: Path, id_of: Callable[[str], int | None] | None = N
     """The tokens that end an answer: those of config.json, those of generation_config.json, which alone has a chat
     model's end of turn, and `eos_token` of tokenizer_config.json, which some fine-tunes change and no other file.
 
-    `id_of`: the id of a token by its text, for who has a tokenizer; else tokenizer.json is read for it.
-    Raises ConfigError for ids that are none.
+    `id_of`: the id of a token by its text, for who has a tokenizer; else tokenizer.json is read for it. An id past the
+    end of the model's is none. Raises ConfigError for ids that are none.
     """
     config = text_config(read_json(directory / "config.json"))
     generation = read_json(directory / "generation_config.json")
@@ -42,7 +42,14 @@ def end_token_ids(directory: Path, id_of: Callable[[str], int | None] | None = N
     if spelt is not None:
         found = id_of(spelt) if id_of else _id_in(read_json(directory / "tokenizer.json"), spelt)
         ids += [] if found is None else [found]
-    return tuple(dict.fromkeys(ids))
+    limit = num_token_ids(directory)
+    return tuple(i for i in dict.fromkeys(ids) if limit is None or i < limit)
+
+
+def num_token_ids(directory: Path) -> int | None:
+    """How many the model has; None where config.json does not say. A tokenizer may have more."""
+    config = Fields(text_config(read_json(directory / "config.json")), "config.json")
+    return config.integer("vocab_size") if config.has("vocab_size") else None
 
 
 def token_text(value: Any) -> str | None:

@@ -37,6 +37,7 @@ def spec_from_gguf(file: GgufFile, rope_factors: tuple[float, ...] | None = None
 
     Raises ConfigError for an unsupported architecture or rope type, partial rotary and missing or mistyped fields.
     """
+    tokenizer = Fields(file.fields, "GGUF header", "tokenizer.ggml.")
     name = Fields(file.fields, "GGUF header").text("general.architecture")
     if name not in GGUF_ARCHITECTURES:
         raise ConfigError(f"unsupported architecture: expected one of {GGUF_ARCHITECTURES} but got {name!r}")
@@ -53,6 +54,11 @@ def spec_from_gguf(file: GgufFile, rope_factors: tuple[float, ...] | None = None
     if fields.integer("rope.dimension_count", head_dim) != head_dim:
         raise fields.refuse("rope.dimension_count", str(head_dim))
     layers = _layers(name, fields, file, rope_factors)
+    vocab_size, num_pieces = file.tensors["token_embd.weight"].shape[0], len(tokenizer.items("tokens"))
+    if num_pieces > vocab_size:
+        raise ConfigError(
+            f"GGUF header: expected at most {vocab_size} tokens, as the embedding has rows, but got {num_pieces}"
+        )
     return ModelSpec(
         layers=layers,
         hidden_size=hidden_size,
@@ -60,7 +66,7 @@ def spec_from_gguf(file: GgufFile, rope_factors: tuple[float, ...] | None = None
         num_kv_heads=_of_each_layer(fields, "attention.head_count_kv", num_heads),
         head_dim=head_dim,
         intermediate_size=_of_each_layer(fields, "feed_forward_length"),
-        vocab_size=file.tensors["token_embd.weight"].shape[0],
+        vocab_size=vocab_size,
         max_position=fields.integer("context_length"),
         norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         attention_scale=_attention_scale(fields, is_gemma, head_dim, hidden_size // num_heads, len(layers)),

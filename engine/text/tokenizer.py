@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from contracts.errors import ConfigError
 from engine.gguf_file import model_stem
-from engine.hf_files import end_token_ids, read_json, token_text
+from engine.hf_files import end_token_ids, num_token_ids, read_json, token_text
 from engine.text.gguf_vocab import read_vocab
 from engine.text.template import ChatTemplate
 
@@ -170,13 +170,7 @@ def _model_name(path: Path) -> str:
 
 
 def _from_directory(path: Path) -> TextModel:
-    source = path / "tokenizer.json"
-    if not source.is_file():
-        raise ConfigError(f"expected {source} (a `tokenizers` file) but it does not exist")
-    try:
-        tokenizer = Tokenizer.from_file(str(source))
-    except Exception as error:  # the library raises plain Exception
-        raise ConfigError(f"expected a tokenizer in {source} but got: {error}") from error
+    tokenizer = _read_tokenizer(path / "tokenizer.json", num_token_ids(path))
     config, generation = (
         read_json(path / "tokenizer_config.json"),
         read_json(path / "generation_config.json"),
@@ -198,6 +192,28 @@ def _from_directory(path: Path) -> TextModel:
             if generation.get("do_sample", True) and isinstance(generation.get(key), int | float)
         },
     )
+
+
+def _read_tokenizer(source: Path, num_ids: int | None) -> Tokenizer:
+    """`num_ids`: of the model. Tokens that are added past its end (Gemma 3 1B has one for images, which it does not
+    see) are not known then: their spelling is text."""
+    if not source.is_file():
+        raise ConfigError(f"expected {source} (a `tokenizers` file) but it does not exist")
+    try:
+        tokenizer = Tokenizer.from_file(str(source))
+        largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if num_ids is not None and largest >= num_ids:
+            content = read_json(source)
+            content["added_tokens"] = [t for t in content["added_tokens"] if t["id"] < num_ids]
+            tokenizer = Tokenizer.from_str(json.dumps(content))
+            largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigError(f"expected a tokenizer in {source} but got: {error}") from error
+    if num_ids is not None and largest >= num_ids:
+        raise ConfigError(
+            f"{source}: expected token ids below {num_ids}, which the model has, but got {largest}"
+        )
+    return tokenizer
 
 
 def _template_source(path: Path, config: dict[str, Any]) -> str | None:

@@ -18,15 +18,16 @@ TURN, PIECE = 95, 5
 """Ids of "<turn>", an added token, and "</s>", a piece of the vocabulary."""
 
 
-def write_model(tmp_path: Path, **files: dict[str, Any]) -> Path:
-    """A checkpoint of 96 tokens. `files`: content of config.json and others by their stems, in addition."""
+def write_model(tmp_path: Path, *added: str, **files: dict[str, Any]) -> Path:
+    """A checkpoint of 96 tokens. `files`: content of config.json and others by their stems, in addition; `added`:
+    tokens past the end of the model's."""
     config = make_config() | files.pop("config", {})
     write_hf(tmp_path, make_config(), make_oracle(make_config()))
     (tmp_path / "config.json").write_text(json.dumps(config))
     vocab = {"</s>" if i == PIECE else f"piece{i}": i for i in range(TURN)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<turn>", special=True)])
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<turn>", *added)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     for stem, content in files.items():
         (tmp_path / f"{stem}.json").write_text(json.dumps(content))
@@ -75,3 +76,30 @@ def test_without_a_tokenizer_the_numbers_alone_count(tmp_path: Path) -> None:
     path = write_model(tmp_path, tokenizer_config={"eos_token": "<turn>"})
     (path / "tokenizer.json").unlink()
     assert HfSource(path).spec.eos_token_ids == (2,)
+
+
+def test_a_token_past_the_end_of_the_model_is_text_and_no_end(tmp_path: Path) -> None:
+    """Gemma 3 1B has such a one, for images that only the larger ones see: in a client's message it was a row of the
+    embedding that is not there."""
+    path = write_model(
+        tmp_path,
+        "<image>",
+        tokenizer_config={"eos_token": "<image>"},
+        generation_config={"eos_token_id": [96, 7]},
+    )
+    text = load_text(path)
+    assert HfSource(path).spec.eos_token_ids == (2, 7)
+    assert text.eos_ids == {2, 7}
+    assert text.vocab_size == 96
+    assert all(i < 96 for i in text.encode("<turn><image>"))
+    assert TURN in text.encode("<turn><image>")
+
+
+def test_a_vocabulary_larger_than_the_model_is_refused(tmp_path: Path) -> None:
+    path = write_model(tmp_path)
+    vocab = {f"piece{i}": i for i in range(97)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: expected token ids below 96, .* but got 96"):
+        load_text(path)
