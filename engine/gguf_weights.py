@@ -54,7 +54,7 @@ _PIECE_ELEMENTS = 1 << 16  # four times as many took twice as long (SmolLM2-135M
 
 
 class GgufSource:
-    """Implements weights.TensorSource. Raises ConfigError for files that are not whole and unknown quantizations."""
+    """Implements forms.TensorSource. Raises ConfigError for files that are not whole and unknown quantizations."""
 
     def __init__(self, path: Path) -> None:
         file = read_gguf(path)
@@ -98,7 +98,7 @@ class GgufSource:
         return BlockKind(tensor.kind) if tensor.kind in known and len(tensor.shape) == 2 else None
 
     def read_blocks(self, name: str, target: Tensor, part: Part) -> None:
-        """As weights.TensorSource, rows in Hugging Face order."""
+        """As forms.TensorSource, rows in Hugging Face order."""
         whole, head_rows = self._tensors[name], self._rows_of_paired_head(name)
         tensor = _rows(whole, part.rows)
         stored = self._bytes[tensor.part][tensor.offset : tensor.offset + num_bytes_of(tensor)]

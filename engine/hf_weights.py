@@ -68,7 +68,7 @@ class _Stored:
 
 
 class HfSource:
-    """Implements weights.TensorSource. Raises ConfigError for unreadable or incomplete files."""
+    """Implements forms.TensorSource. Raises ConfigError for unreadable or incomplete files."""
 
     def __init__(self, directory: Path) -> None:
         config = read_json(directory / "config.json")

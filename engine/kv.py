@@ -235,10 +235,15 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(raw[begin : begin + num_bytes]).view(dtype).view(shape)
 
 
+def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
+    """What a block takes."""
+    layout = KvLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, dtype_name(dtype))
+    return layout.bytes_per_block
+
+
 def num_blocks_for(num_bytes: int, spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
     """How many blocks a budget of `num_bytes` holds. Raises ConfigError if not even one."""
-    layout = KvLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, dtype_name(dtype))
-    num_blocks = num_bytes // layout.bytes_per_block
-    if num_blocks < 1:
-        raise ConfigError(f"kv budget: expected at least {layout.bytes_per_block} bytes but got {num_bytes}")
-    return num_blocks
+    each = block_bytes(spec, block_size, dtype)
+    if num_bytes < each:
+        raise ConfigError(f"kv budget: expected at least {each} bytes but got {num_bytes}")
+    return num_bytes // each
