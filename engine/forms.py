@@ -37,6 +37,9 @@ class TensorSource(Protocol):
 
     def read_into(self, name: str, target: Tensor, part: Part) -> None: ...
 
+    def is_quantized(self, name: str) -> bool:
+        """Whether the file has less than 16 bits for a number of it."""
+
     def block_kind(self, name: str) -> BlockKind | None:
         """How the file holds the matrix, if it does so in blocks that need not be expanded."""
 
@@ -48,8 +51,8 @@ class TensorSource(Protocol):
 class Forms:
     """In which form each matrix is kept: a kind of block, or None for numbers.
 
-    What the file holds in blocks is never rounded again. What is rounded here: every matrix whose rows are whole
-    blocks, but no router; the embedding and the head to 8 bits even if 4 are asked for, as GGUF files do.
+    Blocks that are kept are never rounded again. What is rounded here, when asked: every other matrix whose rows are
+    whole blocks, but no router; the embedding and the head to 8 bits even if 4 are asked for, as GGUF files do.
     """
 
     def __init__(self, source: TensorSource, quantization: Quantization, shard: Shard) -> None:
@@ -69,6 +72,13 @@ class Forms:
             return None
         is_whole = self._quantization == "int8" or names[0] in _VOCABULARY
         return BlockKind.Q8_0 if is_whole else BlockKind.Q4_1
+
+    def rounded_again(self) -> list[str]:
+        """What is quantized in the file, in blocks that are not kept, and rounded to others: it loses more by it."""
+        stored = {
+            name: self._source.block_kind(name) for name in self.parts if self._source.is_quantized(name)
+        }
+        return [name for name, kind in stored.items() if self.of(fused_with(name)) not in (None, kind)]
 
     def num_bytes(self, name: str, dtype: torch.dtype) -> int:
         """What the tensor takes in memory."""

@@ -35,6 +35,11 @@ def check_file(file: GgufFile) -> None:
             raise ConfigError(f"{path} is not whole: expected at least {end} bytes but it has {size}")
 
 
+def is_float(tensor: GgufTensor) -> bool:
+    """Whether it is held as numbers of 16 bits or more."""
+    return bool(GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)][0] == 1)
+
+
 def num_blocks_of(tensor: GgufTensor) -> int:
     block_elements: int = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)][0]
     return math.prod(tensor.shape) // block_elements

@@ -16,7 +16,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from engine.gguf_file import GgufFile, GgufTensor, read_gguf
-from engine.gguf_kinds import check_file, num_blocks_of, num_bytes_of
+from engine.gguf_kinds import check_file, is_float, num_blocks_of, num_bytes_of
 from engine.parallel.shards import Part
 from engine.quantization import GROUP, BlockKind
 from engine.spec import ModelSpec
@@ -90,6 +90,9 @@ class GgufSource:
             for low in range(0, tensor.shape[0], _PIECE_ROWS):
                 high = min(low + _PIECE_ROWS, tensor.shape[0])
                 target[low:high].copy_(self._expanded(_rows(tensor, slice(low, high)))[:, part.columns])
+
+    def is_quantized(self, name: str) -> bool:
+        return not is_float(self._tensors[name])
 
     def block_kind(self, name: str) -> BlockKind | None:
         """Q4_0, Q4_1, Q8_0 matrices are kept as they are; all else is expanded."""

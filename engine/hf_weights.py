@@ -106,6 +106,10 @@ class HfSource:
         if self._has_offset_norms and name.endswith("norm.weight"):
             target.add_(1.0)
 
+    def is_quantized(self, name: str) -> bool:
+        """Never: what is no floating-point weight is refused."""
+        return False
+
     def block_kind(self, name: str) -> BlockKind | None:
         """None: such a directory holds numbers."""
         return None

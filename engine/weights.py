@@ -11,6 +11,7 @@ memory-mapped: at no time does a second full copy exist.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,8 @@ from engine.quantization import BlockKind, Quantization, Quantized, quantize, ro
 from engine.reading import Reads
 from engine.spec import ModelSpec
 from engine.tensor_names import Shape, expected_tensors, layer_norms
+
+logger = logging.getLogger("baton.engine")
 
 Progress = Callable[[int, int], None]
 _SAMPLE_BYTES = 1 << 20
@@ -170,6 +173,11 @@ def load_model(
         graph_buckets,
         lambda: {mode: Forms(source, mode, shard).total(dtype) for mode in ROUNDING},
     )
+    if again := forms.rounded_again():
+        logger.warning(
+            "engine.quantization %s rounds %d matrices a second time, which the file holds quantized (%s and others); "
+            "auto rounds none", quantization, len(again), again[0],
+        )  # fmt: skip
     fingerprint = fingerprint_files(source.files)
     filler = _Filler(source, spec, forms, (dtype, place), num_bytes, progress or (lambda done, total: None))
     return LoadedModel(spec, filler.fill(), fingerprint, dtype, source.spec, shard)

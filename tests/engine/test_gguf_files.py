@@ -124,6 +124,20 @@ def test_a_file_of_mixed_kinds_computes_as_its_numbers(tmp_path: Path, quantizat
     assert (kept - expanded).norm() < limit * expanded.norm()
 
 
+@pytest.mark.parametrize(
+    ("quantization", "num_again"), [("none", 0), ("auto", 0), ("int8", 13), ("int4", 13)]
+)
+def test_what_is_rounded_a_second_time_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, quantization: Quantization, num_again: int
+) -> None:
+    """Of seven in each of two layers the one in Q8_0 is kept; the embedding is in Q6_K, the head in bfloat16."""
+    write_kinds(tmp_path / "x.gguf", [], num_layers=2)
+    load_model(tmp_path / "x.gguf", torch.float32, quantization=quantization)
+    told = [record.message for record in caplog.records if "a second time" in record.message]
+    expected = f"engine.quantization {quantization} rounds {num_again} matrices a second time"
+    assert [message.startswith(expected) for message in told] == ([True] if num_again else [])
+
+
 @pytest.mark.parametrize(("number", "name"), [(GGMLQuantizationType.Q8_K, "Q8_K"), (99, "number 99")])
 def test_a_kind_that_nobody_expands_is_named_with_those_that_are(
     number: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
