@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.constants import GGMLQuantizationType
 
 from contracts.errors import ConfigError
 from engine import gguf_kinds
@@ -25,13 +25,13 @@ from tests.engine.tiny_models import (
     BLOCKS,
     PROMPT,
     family_config,
+    make_blocks,
     make_oracle,
     make_runner,
     run_prompt,
     write_gguf,
 )
 
-FLOATS = ("F32", "F16", "BF16")
 KINDS = supported_quantizations()
 MIXED = {  # as quantizers of llama.cpp mix them in one file
     "attn_q": "Q4_K",
@@ -44,16 +44,6 @@ MIXED = {  # as quantizers of llama.cpp mix them in one file
     "token_embd": "Q6_K",
     "output": "BF16",
 }
-
-
-def make_blocks(rows: int, columns: int, kind: str, seed: int) -> np.ndarray:
-    """[rows, bytes]: random blocks of any kind. Bytes stay small, so that no half or exponent in them is large."""
-    generator = np.random.default_rng(seed)
-    number = GGMLQuantizationType[kind]
-    if kind in FLOATS:
-        return gguf.quants.quantize(generator.normal(0, 0.05, (rows, columns)).astype(np.float32), number)
-    size, num_bytes = GGML_QUANT_SIZES[number]
-    return generator.integers(0, 0x20, (rows, columns // size * num_bytes), dtype=np.uint8)
 
 
 def write_kinds(
