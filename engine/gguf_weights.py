@@ -19,6 +19,7 @@ from engine.gguf_file import GgufFile, GgufTensor, read_gguf
 from engine.gguf_kinds import check_file, is_float, num_blocks_of, num_bytes_of
 from engine.parallel.shards import Part
 from engine.quantization import GROUP, BlockKind
+from engine.reading import give_back
 from engine.spec import ModelSpec
 from engine.spec_gguf import spec_from_gguf
 
@@ -110,6 +111,7 @@ class GgufSource:
         block_bytes = BlockKind(tensor.kind).block_bytes
         columns = slice(low // GROUP * block_bytes, high // GROUP * block_bytes)
         rows = torch.from_numpy(stored.reshape(tensor.shape[0], -1)[:, columns].copy())
+        give_back(stored.ctypes.data, stored.nbytes)
         target.copy_(_half_split_rows(rows, head_rows) if head_rows else rows)
 
     def _rows_of_paired_head(self, name: str) -> int:
@@ -142,6 +144,7 @@ class GgufSource:
             values = values if values.flags.writeable else values.copy()
             begin = low * block_elements
             flat[begin : begin + len(values)].copy_(torch.from_numpy(values))
+        give_back(stored.ctypes.data, stored.nbytes)
 
 
 def hf_name(name: str, has_post_norms: bool = False) -> str:

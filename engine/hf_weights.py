@@ -20,6 +20,7 @@ from contracts.errors import ConfigError
 from engine.hf_files import end_token_ids, read_json
 from engine.parallel.shards import Part
 from engine.quantization import BlockKind
+from engine.reading import give_back
 from engine.spec import ModelSpec
 from engine.spec_hf import has_offset_norms, spec_from_hf, text_config
 
@@ -53,18 +54,13 @@ class _Stored:
     low: int = 0
 
     def read(self, part: Part) -> Tensor:
-        """Only what was asked for is read from the file."""
-        if self.expert is None and part.shape == self.shape:
-            whole: Tensor = self.handle.get_tensor(self.name)
-            return whole
-        low, high, _ = part.rows.indices(self.shape[0])
-        place: tuple[slice, ...] = (slice(self.low + low, self.low + high),)
-        if len(self.shape) > 1:
-            place += (part.columns,)
+        """A view of the mapped file, of which only what is looked at is read."""
+        found: Tensor = self.handle.get_tensor(self.name)
         if self.expert is not None:
-            place = (slice(self.expert, self.expert + 1), *place)
-        found: Tensor = self.handle.get_slice(self.name)[place]
-        return found if self.expert is None else found[0]
+            found = found[self.expert]
+        low, high, _ = part.rows.indices(self.shape[0])
+        rows = found[self.low + low : self.low + high]
+        return rows if rows.dim() == 1 else rows[:, part.columns]
 
 
 class HfSource:
@@ -103,6 +99,7 @@ class HfSource:
         if not tensor.is_floating_point():
             raise ConfigError(f"tensor {name}: expected floating-point weights but got {tensor.dtype}")
         target.copy_(tensor)
+        give_back(tensor.data_ptr(), _span_bytes(tensor))
         if self._has_offset_norms and name.endswith("norm.weight"):
             target.add_(1.0)
 
@@ -138,6 +135,12 @@ def _parts(name: str, stored: _Stored) -> Iterator[tuple[str, _Stored]]:
         for index, module in enumerate(modules):
             part = replace(stored, shape=shape, expert=expert, low=index * shape[0])
             yield f"{fused[1]}.{expert}.{module}.weight", part
+
+
+def _span_bytes(view: Tensor) -> int:
+    """From its first number to its last."""
+    steps = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    return (steps + 1) * view.itemsize
 
 
 def _expert_name(name: str) -> str:

@@ -79,6 +79,33 @@ def test_expanding_a_tensor_needs_little_memory_beyond_its_place(tmp_path: Path)
     assert peak_bytes < 2 << 20
 
 
+@pytest.mark.parametrize("form", ["safetensors", "Q8_0", "F16"])
+def test_pages_of_the_file_are_given_back_when_a_tensor_is_read(tmp_path: Path, form: str) -> None:
+    """Mapped pages count as the process's own, and would make a second copy of the model."""
+    config = make_config(vocab_size=1 << 18, hidden_size=96, tie_word_embeddings=True)
+    oracle, name = make_oracle(config), "model.embed_tokens.weight"
+    if form == "safetensors":
+        source = open_source(write_hf(tmp_path, config, oracle))
+    else:
+        source = open_source(write_gguf(tmp_path / "x.gguf", oracle, form))
+    target = torch.zeros(source.tensors[name])
+    before = mapped_bytes()
+    for _ in range(2):
+        source.read_into(name, target, Part(tuple(target.shape)))
+    if source.block_kind(name) is not None:
+        source.read_blocks(name, torch.zeros(1 << 18, 3 * 34, dtype=torch.uint8), Part(tuple(target.shape)))
+    assert mapped_bytes() - before < 8 << 20 < target.numel()
+    torch.testing.assert_close(target, oracle.get_input_embeddings().weight.detach(), rtol=0, atol=1e-2)
+
+
+def mapped_bytes() -> int:
+    """Pages of files that are this process's now."""
+    (line,) = [
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssFile:")
+    ]
+    return int(line.split()[1]) * 1024
+
+
 def write_two_shards(directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     names = sorted(tensors)
     shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
