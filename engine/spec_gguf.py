@@ -166,7 +166,8 @@ def _scaling(fields: Fields, factors: tuple[float, ...] | None) -> RopeScaling:
         case "none":
             return None
         case "linear":
-            return LinearRope(fields.number("rope.scaling.factor", untyped))
+            factor = fields.number("rope.scaling.factor", untyped)
+            return LinearRope(factor) if factor else None
         case "yarn":
             factor = fields.number("rope.scaling.factor")
             require_positive("rope.scaling.factor", factor)

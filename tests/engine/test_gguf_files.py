@@ -257,3 +257,13 @@ def test_a_rope_factor_without_a_type_is_linear(key: str, value: float, tmp_path
     file.fields["llama.rope.scaling.type"] = "longrope"
     with pytest.raises(ConfigError, match=r"rope.scaling.type none, linear, yarn but got 'longrope'"):
         spec_gguf.spec_from_gguf(file)
+
+
+def test_a_rope_factor_of_zero_is_none(tmp_path: Path) -> None:
+    """As llama.cpp takes it."""
+    from engine.spec_gguf import spec_from_gguf
+
+    file = read_gguf(write_gguf(tmp_path / "x.gguf", make_oracle(family_config("llama"))))
+    plain = spec_from_gguf(file)
+    file.fields.update({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0})
+    assert spec_from_gguf(file) == plain
