@@ -25,7 +25,7 @@ Quantization = Literal["auto", "none", "int8", "int4"]
 
 GROUP = 32
 """Weights that share a scale."""
-_PIECE_ELEMENTS = 1 << 22
+_PIECE_ELEMENTS = 1 << 20
 
 
 class BlockKind(Enum):

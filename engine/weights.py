@@ -37,7 +37,7 @@ logger = logging.getLogger("baton.engine")
 Progress = Callable[[int, int], None]
 _SAMPLE_BYTES = 1 << 20
 _LARGE_BYTES = 64 << 20  # more than any tokenizer
-_PIECE_ELEMENTS = 1 << 22  # what is rounded at a time
+_PIECE_ELEMENTS = 1 << 20  # what is rounded at a time; the allocator keeps several times as much
 
 
 @dataclass(slots=True)
