@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -16,10 +17,11 @@ from engine.embedded import ensure_embedded_model
 from engine.quantization import BlockKind, quantize
 from engine.weights import Linear, LoadedModel, ModelWeights, load_model
 
-MODES = ("none", "int8", "int4")
+Mode = Literal["none", "int8", "int4"]
+MODES: tuple[Mode, ...] = ("none", "int8", "int4")
 
 
-def load_mode(mode: str, dtype: torch.dtype) -> LoadedModel:
+def load_mode(mode: Mode, dtype: torch.dtype) -> LoadedModel:
     """Raises ConfigError if the file cannot be had."""
     model = load_model(ensure_embedded_model(), dtype, quantization="auto" if mode == "int4" else "none")
     return replace(model, weights=_rounded(model.weights)) if mode == "int8" else model

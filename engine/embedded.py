@@ -29,6 +29,7 @@ from contracts.config import cache_dir as baton_cache_dir
 from contracts.errors import ConfigError
 from engine.adapters import check_adapters
 from engine.gguf_file import read_gguf
+from engine.gguf_kinds import check_file
 from engine.parallel.shards import check_degree
 from engine.spec import ModelSpec
 from engine.spec_gguf import spec_from_gguf
@@ -109,7 +110,9 @@ def check_model(
 def _read_spec(path: Path) -> ModelSpec:
     try:
         if path.is_file():
-            return spec_from_gguf(read_gguf(path))
+            file = read_gguf(path)
+            check_file(file)
+            return spec_from_gguf(file)
         fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
         if not isinstance(fields, dict):
             raise ConfigError(f"expected a JSON object in config.json but got {type(fields).__name__}")

@@ -8,7 +8,7 @@ Two workers that start at the same moment see the same free memory; each is righ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -101,10 +101,12 @@ def check_fit(
     quantized_bytes: int | None = None,
     num_ranks: int = 1,
     graph_buckets: Sequence[int] = (),
+    rounded_bytes: Callable[[], Mapping[str, int]] = dict,
 ) -> None:
     """Raises ConfigError saying what is needed, what there is, and what to try. Unknown free memory is no reason.
 
     Of a model on `num_ranks` ranks, `spec` and the bytes are one rank's; ranks on a CPU share its memory.
+    `rounded_bytes`: of the weights by what engine.quantization may be instead; asked only for what does not fit.
     """
     need, free = need_of(spec, dtype, kv_bytes, quantized_bytes, graph_buckets), available(device)
     if device.type != "cpu":  # there only blocks are packed: their codes are copied, a byte each at most
@@ -118,7 +120,7 @@ def check_fit(
     each = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
     raise ConfigError(
         f"the model does not fit: needs {_size(need.total)} ({parts}){each}, {device.type} has {_size(free)}; "
-        f"try {_advice(dtype, need, free)}"
+        f"try {_advice(dtype, need, free, rounded_bytes())}"
     )
 
 
@@ -134,16 +136,21 @@ def available_bytes(device: torch.device) -> int | None:
     return min(known, default=None)
 
 
-def _advice(dtype: torch.dtype, need: Need, free: int) -> str:
+def _advice(dtype: torch.dtype, need: Need, free: int, rounded_bytes: Mapping[str, int]) -> str:
     tries: list[str] = []
     without_kv = need.total - need.kv_cache
     if need.kv_cache and without_kv < free:
-        tries.append(f"engine.kv_cache_bytes of {_size(free - without_kv)} or less")
+        tries.append(
+            f"a KV cache of {_size(free - without_kv)} or less (engine.kv_cache_bytes or engine.num_blocks)"
+        )
     if need.graphs and need.total - need.graphs <= free:
         tries.append("engine.cuda_graphs false")
     if dtype == torch.float32:
         halved = need.total - need.weights // 2
         tries.append(f"model.dtype bfloat16 (needs {_size(halved)})")
+    for mode, num_bytes in rounded_bytes.items():
+        if num_bytes < need.weights:
+            tries.append(f"engine.quantization {mode} (needs {_size(need.total - need.weights + num_bytes)})")
     return ", ".join([*tries, "a smaller model", "a machine with more memory"])
 
 

@@ -29,6 +29,7 @@ _MAX_DIMS = 4
 _END_PIECES = frozenset(
     ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>")
 )
+_USUAL_PIECES = {"bos": "<s>", "eos": "</s>", "unknown": "<unk>"}
 _SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -92,14 +93,28 @@ def model_stem(path: Path) -> str:
     return named[1] if named else path.stem
 
 
+def named_token_ids(fields: dict[str, Any], role: str) -> tuple[int, ...]:
+    """The tokens that the header names as its `bos`, `eos`, `unknown` and so on.
+
+    Without a name, in a SentencePiece vocabulary, the one that is spelt as usual. An id that no piece has is none: some
+    writers have -1 there, unsigned. Raises ConfigError for what is no id.
+    """
+    tokenizer = Fields(fields, "GGUF header", "tokenizer.ggml.")
+    pieces, named = tokenizer.items("tokens"), tokenizer.token_ids(f"{role}_token_id")
+    usual = _USUAL_PIECES.get(role)
+    if not named and usual in pieces and fields.get("tokenizer.ggml.model") == "llama":
+        return (pieces.index(usual),)
+    return tuple(i for i in named if not pieces or 0 <= i < len(pieces))
+
+
 def end_token_ids(fields: dict[str, Any]) -> tuple[int, ...]:
     """The tokens that end an output: those that the header names, then those that are spelt like one, as in llama.cpp.
 
     Raises ConfigError for ids that are none.
     """
-    tokenizer = Fields(fields, "GGUF header", "tokenizer.ggml.")
-    named = [i for key in ("eos", "eot", "eom") for i in tokenizer.token_ids(f"{key}_token_id")]
-    spelt = [i for i, piece in enumerate(tokenizer.items("tokens")) if piece in _END_PIECES]
+    named = [i for role in ("eos", "eot", "eom") for i in named_token_ids(fields, role)]
+    pieces = Fields(fields, "GGUF header", "tokenizer.ggml.").items("tokens")
+    spelt = [i for i, piece in enumerate(pieces) if piece in _END_PIECES]
     return tuple(dict.fromkeys([*named, *spelt]))
 
 
@@ -134,6 +149,8 @@ def _parse(path: Path, cursor: _Cursor) -> GgufFile:
     if magic != _MAGIC:
         raise ConfigError(f"{path}: expected a GGUF file but it starts with {magic!r}")
     version = cursor.scalar("I")
+    if version.to_bytes(4, "big") in [known.to_bytes(4, "little") for known in _VERSIONS]:
+        raise ConfigError(f"{path}: expected a little-endian GGUF file but it is for big-endian machines")
     if version not in _VERSIONS:
         raise ConfigError(f"{path}: expected GGUF version {_VERSIONS} but got {version}")
     num_tensors, num_fields = cursor.scalar("Q"), cursor.scalar("Q")

@@ -5,10 +5,8 @@ The file, or each of its parts, stays memory-mapped; each `read_into` dequantize
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +15,11 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from contracts.errors import ConfigError
 from engine.gguf_file import GgufFile, GgufTensor, read_gguf
+from engine.gguf_kinds import check_file, is_float, num_blocks_of, num_bytes_of
 from engine.parallel.shards import Part
 from engine.quantization import GROUP, BlockKind
+from engine.reading import give_back
 from engine.spec import ModelSpec
 from engine.spec_gguf import spec_from_gguf
 
@@ -56,10 +55,11 @@ _PIECE_ELEMENTS = 1 << 16  # four times as many took twice as long (SmolLM2-135M
 
 
 class GgufSource:
-    """Implements weights.TensorSource. Raises ConfigError for unreadable files and unknown quantizations."""
+    """Implements forms.TensorSource. Raises ConfigError for files that are not whole and unknown quantizations."""
 
     def __init__(self, path: Path) -> None:
         file = read_gguf(path)
+        check_file(file)
         # NOTE: a plain array over the mapping; slices of a memmap object cost far more than the reads.
         self._bytes = [np.asarray(np.memmap(part, mode="r")) for part in file.paths]
         self.spec: ModelSpec = spec_from_gguf(file, self._rope_factors(file))
@@ -69,7 +69,6 @@ class GgufSource:
         self._tensors: dict[str, GgufTensor] = {}
         for tensor in file.tensors.values():
             if tensor.name != _ROPE_FACTORS:
-                _check_quantization(tensor)
                 self._tensors.update(_parts(tensor, self.spec.has_post_norms))
         self.tensors: dict[str, tuple[int, ...]] = {name: t.shape for name, t in self._tensors.items()}
 
@@ -77,7 +76,7 @@ class GgufSource:
         return self._tensors[name].part
 
     def read_into(self, name: str, target: Tensor, part: Part) -> None:
-        """Expand into `target`, rows in Hugging Face order. Raises ConfigError for a tensor that is not whole."""
+        """Expand into `target`, rows in Hugging Face order."""
         tensor, head_rows = self._tensors[name], self._rows_of_paired_head(name)
         if len(tensor.shape) == 1:
             values = self._expanded(tensor)
@@ -93,6 +92,9 @@ class GgufSource:
                 high = min(low + _PIECE_ROWS, tensor.shape[0])
                 target[low:high].copy_(self._expanded(_rows(tensor, slice(low, high)))[:, part.columns])
 
+    def is_quantized(self, name: str) -> bool:
+        return not is_float(self._tensors[name])
+
     def block_kind(self, name: str) -> BlockKind | None:
         """Q4_0, Q4_1, Q8_0 matrices are kept as they are; all else is expanded."""
         tensor = self._tensors[name]
@@ -100,20 +102,16 @@ class GgufSource:
         return BlockKind(tensor.kind) if tensor.kind in known and len(tensor.shape) == 2 else None
 
     def read_blocks(self, name: str, target: Tensor, part: Part) -> None:
-        """As weights.TensorSource, rows in Hugging Face order. Raises ConfigError for a tensor that is not whole."""
+        """As forms.TensorSource, rows in Hugging Face order."""
         whole, head_rows = self._tensors[name], self._rows_of_paired_head(name)
         tensor = _rows(whole, part.rows)
-        num_bytes = _num_bytes(tensor)
-        stored = self._bytes[tensor.part][tensor.offset : tensor.offset + num_bytes]
-        if len(stored) != num_bytes:
-            raise ConfigError(
-                f"tensor {tensor.name}: the file ends {num_bytes - len(stored)} bytes too early"
-            )
+        stored = self._bytes[tensor.part][tensor.offset : tensor.offset + num_bytes_of(tensor)]
         # NOTE: copied, since torch has no tensors over the read-only mapping.
         low, high, _ = part.columns.indices(whole.shape[1])
         block_bytes = BlockKind(tensor.kind).block_bytes
         columns = slice(low // GROUP * block_bytes, high // GROUP * block_bytes)
         rows = torch.from_numpy(stored.reshape(tensor.shape[0], -1)[:, columns].copy())
+        give_back(stored.ctypes.data, stored.nbytes)
         target.copy_(_half_split_rows(rows, head_rows) if head_rows else rows)
 
     def _rows_of_paired_head(self, name: str) -> int:
@@ -135,24 +133,18 @@ class GgufSource:
         intermediate values take longer than the arithmetic."""
         flat, kind = target.view(-1), GGMLQuantizationType(tensor.kind)
         block_elements, block_bytes = GGML_QUANT_SIZES[kind]
-        try:
-            num_blocks = _num_blocks(tensor)
-            stored = self._bytes[tensor.part][tensor.offset : tensor.offset + num_blocks * block_bytes]
-            if len(stored) != num_blocks * block_bytes:
-                raise ValueError(f"the file ends {num_blocks * block_bytes - len(stored)} bytes too early")
-            # The library does not care where a row of the tensor ends.
-            step = max(1, _PIECE_ELEMENTS // block_elements)
-            for low in range(0, num_blocks, step):
-                piece = stored[low * block_bytes : (low + step) * block_bytes]
-                values = dequantize(piece[None], kind).ravel()
-                # NOTE: copied first where the values are a view of the read-only file; torch has no such tensors.
-                values = values if values.flags.writeable else values.copy()
-                begin = low * block_elements
-                flat[begin : begin + len(values)].copy_(torch.from_numpy(values))
-        except ValueError as exc:
-            raise ConfigError(
-                f"tensor {tensor.name}: expected whole blocks of {kind.name} but {exc}"
-            ) from exc
+        num_blocks = num_blocks_of(tensor)
+        stored = self._bytes[tensor.part][tensor.offset : tensor.offset + num_blocks * block_bytes]
+        # The library does not care where a row of the tensor ends.
+        step = max(1, _PIECE_ELEMENTS // block_elements)
+        for low in range(0, num_blocks, step):
+            piece = stored[low * block_bytes : (low + step) * block_bytes]
+            values = dequantize(piece[None], kind).ravel()
+            # NOTE: copied first where the values are a view of the read-only file; torch has no such tensors.
+            values = values if values.flags.writeable else values.copy()
+            begin = low * block_elements
+            flat[begin : begin + len(values)].copy_(torch.from_numpy(values))
+        give_back(stored.ctypes.data, stored.nbytes)
 
 
 def hf_name(name: str, has_post_norms: bool = False) -> str:
@@ -170,18 +162,13 @@ def hf_name(name: str, has_post_norms: bool = False) -> str:
     return name
 
 
-def supported_quantizations() -> list[str]:
-    """Names of the kinds that can be expanded."""
-    return [kind.name for kind in GGMLQuantizationType if _can_expand(kind)]
-
-
 def _parts(tensor: GgufTensor, has_post_norms: bool) -> Iterator[tuple[str, GgufTensor]]:
     """The tensors that one of the file holds: itself, or one per expert where it stacks them, [E, out, in]."""
     match tensor.name.split("."):
         case ["blk", index, module, suffix] if (
             module.removesuffix("_exps") in _EXPERTS and len(tensor.shape) == 3
         ):
-            short, bytes_each = module.removesuffix("_exps"), _num_bytes(tensor) // tensor.shape[0]
+            short, bytes_each = module.removesuffix("_exps"), num_bytes_of(tensor) // tensor.shape[0]
             for expert in range(tensor.shape[0]):
                 name = f"model.layers.{index}.mlp.experts.{expert}.{_EXPERTS[short]}.{suffix}"
                 begin = tensor.offset + expert * bytes_each
@@ -190,52 +177,10 @@ def _parts(tensor: GgufTensor, has_post_norms: bool) -> Iterator[tuple[str, Gguf
             yield hf_name(tensor.name, has_post_norms), tensor
 
 
-def _check_quantization(tensor: GgufTensor) -> None:
-    """Raises ConfigError for a kind that nobody can expand, or rows that are no whole number of blocks."""
-    try:
-        kind = GGMLQuantizationType(tensor.kind)
-        name, is_known = kind.name, _can_expand(kind)
-    except ValueError:
-        name, is_known = f"number {tensor.kind}", False
-    if not is_known:
-        raise ConfigError(
-            f"tensor {tensor.name}: unsupported quantization: expected one of "
-            f"{', '.join(supported_quantizations())} but got {name}"
-        )
-    block_elements = GGML_QUANT_SIZES[kind][0]
-    if not tensor.shape or tensor.shape[-1] % block_elements:
-        raise ConfigError(
-            f"tensor {tensor.name}: expected rows of a multiple of {block_elements} elements in {name} "
-            f"but got shape {tensor.shape}"
-        )
-
-
-@cache
-def _can_expand(kind: GGMLQuantizationType) -> bool:
-    """Asks the library by expanding one block of zeros."""
-    try:
-        # NOTE: an empty block of some kinds has a scale of zero or NaN, which numpy would warn about.
-        with np.errstate(all="ignore"):
-            dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
-    except NotImplementedError:
-        return False
-    return True
-
-
-def _num_blocks(tensor: GgufTensor) -> int:
-    block_elements: int = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)][0]
-    return math.prod(tensor.shape) // block_elements
-
-
-def _num_bytes(tensor: GgufTensor) -> int:
-    block_bytes: int = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)][1]
-    return _num_blocks(tensor) * block_bytes
-
-
 def _rows(tensor: GgufTensor, rows: slice) -> GgufTensor:
     """Some rows of a matrix, which are whole blocks one after the other."""
     low, high, _ = rows.indices(tensor.shape[0])
-    row_bytes = _num_bytes(tensor) // tensor.shape[0]
+    row_bytes = num_bytes_of(tensor) // tensor.shape[0]
     return replace(tensor, shape=(high - low, *tensor.shape[1:]), offset=tensor.offset + low * row_bytes)
 
 

@@ -7,7 +7,6 @@ layer in one (`experts.gate_up_proj` [E, 2 * inner, hidden], `experts.down_proj`
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +17,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from contracts.errors import ConfigError
+from engine.hf_files import end_token_ids, read_json
 from engine.parallel.shards import Part
 from engine.quantization import BlockKind
+from engine.reading import give_back
 from engine.spec import ModelSpec
 from engine.spec_hf import has_offset_norms, spec_from_hf, text_config
 
@@ -53,26 +54,21 @@ class _Stored:
     low: int = 0
 
     def read(self, part: Part) -> Tensor:
-        """Only what was asked for is read from the file."""
-        if self.expert is None and part.shape == self.shape:
-            whole: Tensor = self.handle.get_tensor(self.name)
-            return whole
-        low, high, _ = part.rows.indices(self.shape[0])
-        place: tuple[slice, ...] = (slice(self.low + low, self.low + high),)
-        if len(self.shape) > 1:
-            place += (part.columns,)
+        """A view of the mapped file, of which only what is looked at is read."""
+        found: Tensor = self.handle.get_tensor(self.name)
         if self.expert is not None:
-            place = (slice(self.expert, self.expert + 1), *place)
-        found: Tensor = self.handle.get_slice(self.name)[place]
-        return found if self.expert is None else found[0]
+            found = found[self.expert]
+        low, high, _ = part.rows.indices(self.shape[0])
+        rows = found[self.low + low : self.low + high]
+        return rows if rows.dim() == 1 else rows[:, part.columns]
 
 
 class HfSource:
-    """Implements weights.TensorSource. Raises ConfigError for unreadable or incomplete files."""
+    """Implements forms.TensorSource. Raises ConfigError for unreadable or incomplete files."""
 
     def __init__(self, directory: Path) -> None:
-        config = _read_json(directory / "config.json")
-        self.spec: ModelSpec = spec_from_hf(_with_generation_config(config, directory))
+        config = read_json(directory / "config.json")
+        self.spec: ModelSpec = spec_from_hf(config | {"eos_token_id": list(end_token_ids(directory))})
         self._has_offset_norms = has_offset_norms(config)
         self._sees_images = text_config(config) is not config
         self._shards = _shards(directory)
@@ -103,8 +99,13 @@ class HfSource:
         if not tensor.is_floating_point():
             raise ConfigError(f"tensor {name}: expected floating-point weights but got {tensor.dtype}")
         target.copy_(tensor)
+        give_back(tensor.data_ptr(), _span_bytes(tensor))
         if self._has_offset_norms and name.endswith("norm.weight"):
             target.add_(1.0)
+
+    def is_quantized(self, name: str) -> bool:
+        """Never: what is no floating-point weight is refused."""
+        return False
 
     def block_kind(self, name: str) -> BlockKind | None:
         """None: such a directory holds numbers."""
@@ -136,6 +137,12 @@ def _parts(name: str, stored: _Stored) -> Iterator[tuple[str, _Stored]]:
             yield f"{fused[1]}.{expert}.{module}.weight", part
 
 
+def _span_bytes(view: Tensor) -> int:
+    """From its first number to its last."""
+    steps = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    return (steps + 1) * view.itemsize
+
+
 def _expert_name(name: str) -> str:
     """`….block_sparse_moe.experts.3.w2.weight` -> `….mlp.experts.3.down_proj.weight`; other names are kept."""
     head, mixtral, tail = name.partition(".block_sparse_moe.")
@@ -146,20 +153,9 @@ def _expert_name(name: str) -> str:
     return f"{head}.mlp.{tail}"
 
 
-def _with_generation_config(config: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """`config` with every stop token either file names; chat models list their end-of-turn only in the second."""
-    path = directory / "generation_config.json"
-    if not path.is_file():
-        return config
-    ids: dict[int, None] = {}
-    for value in (config.get("eos_token_id"), _read_json(path).get("eos_token_id")):
-        ids.update(dict.fromkeys(value if isinstance(value, list) else [] if value is None else [value]))
-    return {**config, "eos_token_id": list(ids)}
-
-
 def _shards(directory: Path) -> list[Path]:
     if (directory / _INDEX).is_file():
-        weight_map = _read_json(directory / _INDEX).get("weight_map")
+        weight_map = read_json(directory / _INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ConfigError(f"{_INDEX}: expected 'weight_map' to be an object but got {weight_map!r}")
         shards = [directory / name for name in sorted(set(weight_map.values()))]
@@ -177,13 +173,3 @@ def _shards(directory: Path) -> list[Path]:
         if not shard.is_file():
             raise ConfigError(f"{_INDEX}: expected the file {shard} but it is missing")
     return shards
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"expected JSON in {path} but could not read it: {exc}") from exc
-    if not isinstance(value, dict):
-        raise ConfigError(f"expected a JSON object in {path} but got {type(value).__name__}")
-    return value

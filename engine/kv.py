@@ -16,14 +16,15 @@ import hashlib
 import math
 import mmap
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from contracts.blocks import KvLayout
+from contracts.blocks import KvLayout, head_ranges
 from contracts.errors import ConfigError
 from engine.spec import ModelSpec
 
@@ -69,10 +70,8 @@ class SlabPlan:
         return KvSlab(_zeros(self.shape, self.dtype, self.device), self.num_scratch, scales)
 
     def shared_file(self) -> int:
-        """A file descriptor of zeroed memory without a name for `shared_slab`, all of its pages there."""
-        file = os.memfd_create("baton-kv-rank", os.MFD_CLOEXEC)
-        os.posix_fallocate(file, 0, math.prod(self.shape) * self.dtype.itemsize)
-        return file
+        """A file descriptor of zeroed memory without a name for `shared_slab`."""
+        return shared_file(math.prod(self.shape) * self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,6 +175,28 @@ def _digest(scales: Tensor | None) -> str:
     return hashlib.blake2b(scales.float().cpu().numpy().tobytes(), digest_size=8).hexdigest()
 
 
+def whole_layout(mine: KvSlab, scales: Sequence[Tensor | None], num_kv_heads: int) -> KvLayout:
+    """Of the slabs of all ranks together, of which `mine` is one. `scales`: of each rank's, which only float8 has."""
+    held = [
+        (slice(h.start, h.stop), s)
+        for h, s in zip(head_ranges(num_kv_heads, len(scales)), scales, strict=True)
+    ]
+    whole: Tensor | None = None
+    if mine.scales is not None:
+        whole = torch.empty(mine.num_layers, 2, num_kv_heads)
+        for heads, part in held:
+            assert part is not None, "all ranks have slabs of one dtype"
+            whole[:, :, heads] = part.cpu()
+    return replace(mine.layout, num_kv_heads=num_kv_heads, scales=_digest(whole))
+
+
+def shared_file(num_bytes: int) -> int:
+    """A file descriptor of zeroed memory without a name, all of its pages there."""
+    file = os.memfd_create("baton-kv-rank", os.MFD_CLOEXEC)
+    os.posix_fallocate(file, 0, num_bytes)
+    return file
+
+
 def shared_slab(file: int, shape: tuple[int, ...], dtype: torch.dtype) -> KvSlab:
     """The slab [N, L, 2, K, S, D] that lies in `file`, which may be closed afterwards.
 
@@ -184,7 +205,12 @@ def shared_slab(file: int, shape: tuple[int, ...], dtype: torch.dtype) -> KvSlab
     num_bytes, found = math.prod(shape) * dtype.itemsize, os.fstat(file).st_size
     if found != num_bytes:
         raise ConfigError(f"kv slab: expected {num_bytes} bytes {shape} but got {found}")
-    return KvSlab(torch.frombuffer(mmap.mmap(file, num_bytes), dtype=dtype).view(shape))
+    return KvSlab(shared_bytes(file).view(dtype).view(shape))
+
+
+def shared_bytes(file: int) -> Tensor:
+    """All of `file`, which may be closed afterwards, as uint8."""
+    return torch.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=torch.uint8)
 
 
 _ALIGNMENT_BYTES = 4096
@@ -209,10 +235,15 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(raw[begin : begin + num_bytes]).view(dtype).view(shape)
 
 
+def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
+    """What a block takes."""
+    layout = KvLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, dtype_name(dtype))
+    return layout.bytes_per_block
+
+
 def num_blocks_for(num_bytes: int, spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
     """How many blocks a budget of `num_bytes` holds. Raises ConfigError if not even one."""
-    layout = KvLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, dtype_name(dtype))
-    num_blocks = num_bytes // layout.bytes_per_block
-    if num_blocks < 1:
-        raise ConfigError(f"kv budget: expected at least {layout.bytes_per_block} bytes but got {num_bytes}")
-    return num_blocks
+    each = block_bytes(spec, block_size, dtype)
+    if num_bytes < each:
+        raise ConfigError(f"kv budget: expected at least {each} bytes but got {num_bytes}")
+    return num_bytes // each

@@ -1,15 +1,20 @@
 """The files of a checkpoint, read side by side: a disk, and more so a network, gives several readers more than one.
 
 add(file, read) ─► … ─► run(): one thread for each file, its tensors in the order in which they were added
+
+Files are mapped, and what was read is given back: as pages of the process it would be a second copy of the model.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 _MAX_READERS = 8
+_LIBC = ctypes.CDLL(None)
 
 
 class Reads:
@@ -39,3 +44,14 @@ class Reads:
             except BaseException:
                 self._has_failed = True
                 raise
+
+
+def give_back(address: int, num_bytes: int) -> None:
+    """Whole pages of a mapped file that were read; they are there again when they are looked at.
+
+    NOTE: memory that is no file's would lose what it holds.
+    """
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if length > 0:
+        _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from contracts.errors import ConfigError
-from engine.gguf_file import GgufFile, end_token_ids
+from engine.gguf_file import GgufFile, end_token_ids, named_token_ids
 from engine.spec import (
     Experts,
     FactorRope,
@@ -54,6 +54,11 @@ def spec_from_gguf(file: GgufFile, rope_factors: tuple[float, ...] | None = None
     if fields.integer("rope.dimension_count", head_dim) != head_dim:
         raise fields.refuse("rope.dimension_count", str(head_dim))
     layers = _layers(name, fields, file, rope_factors)
+    vocab_size, num_pieces = file.tensors["token_embd.weight"].shape[0], len(tokenizer.items("tokens"))
+    if num_pieces > vocab_size:
+        raise ConfigError(
+            f"GGUF header: expected at most {vocab_size} tokens, as the embedding has rows, but got {num_pieces}"
+        )
     return ModelSpec(
         layers=layers,
         hidden_size=hidden_size,
@@ -61,12 +66,12 @@ def spec_from_gguf(file: GgufFile, rope_factors: tuple[float, ...] | None = None
         num_kv_heads=_of_each_layer(fields, "attention.head_count_kv", num_heads),
         head_dim=head_dim,
         intermediate_size=_of_each_layer(fields, "feed_forward_length"),
-        vocab_size=file.tensors["token_embd.weight"].shape[0],
+        vocab_size=vocab_size,
         max_position=fields.integer("context_length"),
         norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         attention_scale=_attention_scale(fields, is_gemma, head_dim, hidden_size // num_heads, len(layers)),
         tie_embeddings="output.weight" not in file.tensors,
-        bos_token_id=next(iter(tokenizer.token_ids("bos_token_id")), None),
+        bos_token_id=next(iter(named_token_ids(file.fields, "bos")), None),
         eos_token_ids=end_token_ids(file.fields),
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         out_bias="blk.0.attn_output.bias" in file.tensors,
@@ -161,7 +166,8 @@ def _scaling(fields: Fields, factors: tuple[float, ...] | None) -> RopeScaling:
         case "none":
             return None
         case "linear":
-            return LinearRope(fields.number("rope.scaling.factor", untyped))
+            factor = fields.number("rope.scaling.factor", untyped)
+            return LinearRope(factor) if factor else None
         case "yarn":
             factor = fields.number("rope.scaling.factor")
             require_positive("rope.scaling.factor", factor)

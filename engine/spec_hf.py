@@ -64,7 +64,7 @@ _GEMMA_TEXT: dict[str, Any] = {
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The spec of a config.json.
 
-    `eos_token_id` may be a list; merge a generation_config.json's into it before calling.
+    `eos_token_id` may be a list; merge what other files say into it before calling (`hf_files.end_token_ids`).
     Raises ConfigError for an unsupported architecture or feature and for missing or mistyped fields.
     """
     config = text_config(config)
@@ -114,7 +114,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         raise ConfigError(f"config.json: expected 'text_config' to be an object but got {text!r}")
-    tokens = {name: config[name] for name in ("bos_token_id", "eos_token_id") if name in config}
+    tokens = {name: ids for name in ("bos_token_id", "eos_token_id") if (ids := config.get(name)) is not None}
     return _GEMMA_TEXT | dict(text) | tokens | {"architectures": ["Gemma3ForCausalLM"]}
 
 

@@ -11,56 +11,33 @@ memory-mapped: at no time does a second full copy exist.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from contracts.errors import ConfigError
 from engine.fit import AvailableBytes, available_bytes, check_fit
+from engine.forms import ROUNDING, Forms, TensorSource
 from engine.gguf_weights import GgufSource
 from engine.hf_weights import HfSource
-from engine.parallel.shards import WHOLE, Part, Shard, check_degree
-from engine.quantization import GROUP, BlockKind, Quantization, Quantized, quantize, row_bytes
+from engine.parallel.shards import WHOLE, Shard, check_degree
+from engine.quantization import BlockKind, Quantization, Quantized, quantize, row_bytes
 from engine.reading import Reads
 from engine.spec import ModelSpec
-from engine.tensor_names import Shape, expected_tensors, fused_with, layer_norms
+from engine.tensor_names import Shape, expected_tensors, layer_norms
+
+logger = logging.getLogger("baton.engine")
 
 Progress = Callable[[int, int], None]
 _SAMPLE_BYTES = 1 << 20
 _LARGE_BYTES = 64 << 20  # more than any tokenizer
-_ROUTER = ".mlp.gate.weight"
-_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
-
-
-class TensorSource(Protocol):
-    """A checkpoint under Hugging Face tensor names."""
-
-    @property
-    def spec(self) -> ModelSpec: ...
-
-    @property
-    def files(self) -> Sequence[Path]: ...
-
-    @property
-    def tensors(self) -> dict[str, tuple[int, ...]]: ...
-
-    def file_of(self, name: str) -> int:
-        """Which of the files holds the tensor; any numbers that tell them apart."""
-
-    def read_into(self, name: str, target: Tensor, part: Part) -> None: ...
-
-    def block_kind(self, name: str) -> BlockKind | None:
-        """How the file holds the matrix, if it does so in blocks that need not be expanded."""
-
-    def read_blocks(self, name: str, target: Tensor, part: Part) -> None:
-        """The blocks of such a matrix [out, in], as they are, into target [out, in / 32 * block_bytes] uint8;
-        columns of `part` are whole blocks."""
+_PIECE_ELEMENTS = 1 << 20  # what is rounded at a time; the allocator keeps several times as much
 
 
 @dataclass(slots=True)
@@ -166,7 +143,7 @@ def load_model(
     dtype: torch.dtype,
     progress: Progress | None = None,
     device: torch.device | str = "cpu",
-    kv_bytes: int = 0,
+    kv_bytes: Callable[[ModelSpec], int] = lambda _spec: 0,
     available: AvailableBytes = available_bytes,
     quantization: Quantization = "none",
     shard: Shard = WHOLE,
@@ -174,7 +151,7 @@ def load_model(
 ) -> LoadedModel:
     """Read a Hugging Face directory or a GGUF file. `progress` gets (bytes done, bytes in all), as held in memory.
 
-    `kv_bytes`: what the caller will allocate for KV on the same device. `quantization`: from `resolve_quantization`;
+    `kv_bytes(spec)`: what the caller will allocate for KV of this rank. `quantization`: from `resolve_quantization`;
     auto keeps what the file holds in blocks that the kernels know, int8 and int4 round float matrices too. `shard`:
     what of the model this rank holds; nothing else is read. `graph_buckets`: of decode steps that will be recorded.
     Raises ConfigError for a path that is neither, an unsupported model, missing, extra or misshaped tensors, a model
@@ -184,8 +161,23 @@ def load_model(
     _check_tensors(source)
     check_degree(source.spec, shard.size)
     spec, forms = shard.spec(source.spec), Forms(source, quantization, shard)
-    num_bytes = sum(forms.num_bytes(name, dtype) for name in forms.parts)
-    check_fit(spec, dtype, place, kv_bytes, available, num_bytes, shard.size, graph_buckets)
+    num_bytes = forms.total(dtype)
+    check_fit(
+        spec,
+        dtype,
+        place,
+        kv_bytes(spec),
+        available,
+        num_bytes,
+        shard.size,
+        graph_buckets,
+        lambda: {mode: Forms(source, mode, shard).total(dtype) for mode in ROUNDING},
+    )
+    if again := forms.rounded_again():
+        logger.warning(
+            "engine.quantization %s rounds %d matrices a second time, which the file holds quantized (%s and others); "
+            "auto rounds none", quantization, len(again), again[0],
+        )  # fmt: skip
     fingerprint = fingerprint_files(source.files)
     filler = _Filler(source, spec, forms, (dtype, place), num_bytes, progress or (lambda done, total: None))
     return LoadedModel(spec, filler.fill(), fingerprint, dtype, source.spec, shard)
@@ -231,43 +223,8 @@ def _check_tensors(source: TensorSource) -> None:
         raise ConfigError(f"tensor {name}: expected no such tensor but got one of shape {found[name]}")
 
 
-class Forms:
-    """In which form each matrix is kept: a kind of block, or None for numbers.
-
-    What the file holds in blocks is never rounded again. What is rounded here: every matrix whose rows are whole
-    blocks, but no router; the embedding and the head to 8 bits even if 4 are asked for, as GGUF files do.
-    """
-
-    def __init__(self, source: TensorSource, quantization: Quantization, shard: Shard) -> None:
-        self._source = source
-        self._quantization = quantization
-        self.parts = shard.tensors(source.spec)
-
-    def of(self, names: Sequence[str]) -> BlockKind | None:
-        """The form of matrices that are kept as one."""
-        shape = self.parts[names[0]].shape
-        if self._quantization == "none" or len(shape) != 2 or names[0].endswith(_ROUTER) or shape[1] % GROUP:
-            return None
-        stored = {self._source.block_kind(name) for name in names}
-        if stored != {None}:
-            return stored.pop() if len(stored) == 1 else None
-        if self._quantization == "auto":
-            return None
-        is_whole = self._quantization == "int8" or names[0] in _VOCABULARY
-        return BlockKind.Q8_0 if is_whole else BlockKind.Q4_1
-
-    def num_bytes(self, name: str, dtype: torch.dtype) -> int:
-        """What the tensor takes in memory."""
-        shape = self.parts[name].shape
-        kind = self.of(fused_with(name))
-        if kind is not None:
-            return shape[0] * row_bytes(kind, shape[1])
-        return torch.Size(shape).numel() * dtype.itemsize
-
-
 class _Filler:
-    """Reads tensors into their final, possibly fused, place: most matrices when all places are made, norms at once, and
-    what is rounded too, for which memory is planned for one matrix as numbers."""
+    """Reads tensors into their final, possibly fused, place: norms at once, the rest when all places are made."""
 
     def __init__(
         self,
@@ -363,7 +320,7 @@ class _Filler:
             if self._source.block_kind(name) is kind:
                 self._reads.add(self._source.file_of(name), partial(self._read_blocks, name, place))
             else:
-                self._round(name, place, kind)
+                self._reads.add(self._source.file_of(name), partial(self._round, name, place, kind))
         return fused
 
     def _stack(self, names: list[str], columns: Shape, dtype: torch.dtype) -> tuple[Tensor, Sequence[Tensor]]:
@@ -381,9 +338,14 @@ class _Filler:
         self._report(name)
 
     def _round(self, name: str, place: Tensor, kind: BlockKind) -> None:
-        numbers = torch.empty(self._parts[name].shape)
-        self._source.read_into(name, numbers, self._parts[name])
-        place.copy_(quantize(numbers, kind).blocks)
+        part, head_dim = self._parts[name], self._spec.head_dim
+        # NOTE: whole heads at a time; a file may hold the rows of one in another order.
+        step = max(1, _PIECE_ELEMENTS // part.shape[1] // head_dim) * head_dim
+        for low in range(0, part.shape[0], step):
+            some = part.some_rows(low, min(low + step, part.shape[0]))
+            numbers = torch.empty(some.shape)
+            self._source.read_into(name, numbers, some)
+            place[low : low + step].copy_(quantize(numbers, kind).blocks)
         self._report(name)
 
     def _report(self, name: str) -> None:

@@ -59,10 +59,22 @@ class Connection:
 
         op.final.add_done_callback(sent)
 
-    async def close(self) -> None:
-        """Its link, and what of the link's memory was in use here."""
+    async def close(self, then: Callable[[], None]) -> None:
+        """Its link, and what of the link's memory was in use here. `then` is called when the link has let go of all.
+
+        Whoever is cancelled meanwhile (the endpoint is closed) hears of it afterwards. NOTE: if the link raises, bytes
+        may still come: `then` is not called, and the slots stay quarantined.
+        """
         self.staging.close()
-        await self.link.close()
+        closing = asyncio.ensure_future(self.link.close())
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            await closing
+            raise
+        finally:
+            if closing.done() and not closing.cancelled() and closing.exception() is None:
+                then()
 
     def is_overdue(self, now_s: float) -> bool:
         """The peer neither sends what it announced nor lets go of what it was granted."""

@@ -27,8 +27,8 @@ from contracts.messages import Hello, PeerStatus, WorkerInfo
 from contracts.ticket import Ticket
 from kvtransfer import fp8
 from kvtransfer.incoming import Incoming, Outcome, Reservation
+from kvtransfer.joined import Holder, pages_of
 from kvtransfer.outgoing import Outgoing, OutgoingResult
-from kvtransfer.pages import Pages
 from kvtransfer.paths import Paths, make_transports
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender, check_peer
@@ -46,12 +46,12 @@ class KvEndpoint:
         identity: tuple[str, int],
         fingerprint: str,
         layout: KvLayout,
-        slabs: Tensor | Sequence[Tensor],
+        slabs: Tensor | Sequence[Tensor | Holder],
         config: TransferConfig,
         secret: bytes,
     ) -> None:
-        """`slabs`: [N, L, 2, K, S, D], or one of each tensor-parallel rank (see Pages). Raises ConfigError if it is not
-        of `layout`, one token does not fit a slot, or the wire's dtype is not for it."""
+        """`slabs`: [N, L, 2, K, S, D], or of each tensor-parallel rank (see `pages_of`). Raises ConfigError if it is
+        not of `layout`, one token does not fit a slot, or the wire's dtype is not for it."""
         if layout.bytes_per_token > config.slot_bytes:
             raise ConfigError(
                 f"transfer.slot_bytes: expected at least {layout.bytes_per_token} (one token's KV) "
@@ -66,7 +66,7 @@ class KvEndpoint:
         self._hello = Hello(
             *identity, "kv", b"", fingerprint, layout, slot_bytes=config.slot_bytes, wire_dtype=wire_dtype
         )
-        self._pages = Pages(slabs, layout)
+        self._pages = pages_of(slabs, layout)
         self._receiver = Receiver(identity, secret, self._pages, config)
         self._send_slots = SendSlots(config.num_slots, config.slot_bytes)
         self._senders: dict[str, Sender] = {}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import xxhash
-
 from contracts.messages import Data
+from kvtransfer.pages import Checksum
 
 
 class Filling:
@@ -19,20 +18,20 @@ class Filling:
         self._runs = runs
         self._data = data
         self._run = self._at = self._num_here = 0
-        self._digest = xxhash.xxh3_64() if data.checksum else None
+        self._sum = Checksum() if data.checksum else None
 
     @property
     def is_whole(self) -> bool:
         """As many bytes as announced came, and they are what was sent."""
         if self._num_here != self._data.num_bytes:
             return False
-        return self._digest is None or (self._digest.intdigest() or 1) == self._data.checksum
+        return self._sum is None or self._sum.value == self._data.checksum
 
     def add(self, here: memoryview) -> None:
         """What is more than announced is counted and not written."""
         self._num_here += len(here)
-        if self._digest is not None:
-            self._digest.update(here)
+        if self._sum is not None:
+            self._sum.add(here)
         while here and self._run < len(self._runs):
             run = self._runs[self._run]
             size = min(len(run) - self._at, len(here))

@@ -45,7 +45,8 @@ from contracts.messages import Data, Fin, HandoffState, Open
 from contracts.ticket import Ticket
 from kvtransfer.filling import Filling
 from kvtransfer.fp8 import Fp8Target
-from kvtransfer.pages import Pages, checksum
+from kvtransfer.joined import AnyPages
+from kvtransfer.pages import checksum
 
 logger = logging.getLogger("baton.kvtransfer")
 
@@ -123,7 +124,7 @@ class Incoming:
     def __init__(
         self,
         reservation: Reservation,
-        pages: Pages,
+        pages: AnyPages,
         on_start: Callable[[], object] | None,
         on_done: Callable[[Outcome], object],
         leave: Callable[[Incoming, BatonError | None], None],
@@ -135,7 +136,7 @@ class Incoming:
         self.connection: int | None = None  # which connection's Open was accepted
         self._writing = threading.Lock()  # held while blocks are written and while `state` changes
         self._reserved = pages
-        self._pages: Pages | Fp8Target = pages
+        self._pages: AnyPages | Fp8Target = pages
         self._on_start = on_start
         self._on_done = on_done
         self._leave = leave

@@ -169,6 +169,20 @@ def moved_as(dtype: str) -> torch.dtype:
     return torch.uint8 if found.itemsize == 1 else found
 
 
+class Checksum:
+    """Of bytes that come in parts: in the end what `checksum` is of all of them."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_64()
+
+    def add(self, part: memoryview) -> None:
+        self._digest.update(part)
+
+    @property
+    def value(self) -> int:
+        return self._digest.intdigest() or 1
+
+
 def checksum(data: Tensor | memoryview) -> int:
     """xxh3 of `data` (uint8, contiguous, on the CPU), 64 bits. Never 0, which on the wire means: not computed."""
     return xxhash.xxh3_64_intdigest(data.numpy().data if isinstance(data, Tensor) else data) or 1

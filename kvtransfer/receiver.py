@@ -49,8 +49,9 @@ from contracts.messages import (
 from contracts.ticket import is_genuine
 from kvtransfer.connection import Connection
 from kvtransfer.incoming import Incoming, IncomingState, Outcome, Reservation, Stored, check_ticket
+from kvtransfer.joined import AnyPages
 from kvtransfer.landing import Landing
-from kvtransfer.pages import Pages, checksum
+from kvtransfer.pages import checksum
 from kvtransfer.selftest import ECHO_BYTES
 from kvtransfer.slots import KEPT, Arena, Credits, FlowKey, QuarantineBudget, SlotCounts, SlotTable, Staging
 from kvtransfer.transport import Link, LinkClosed
@@ -69,7 +70,7 @@ class Receiver:
         self,
         identity: tuple[str, int],
         secret: bytes,
-        pages: Pages,
+        pages: AnyPages,
         config: TransferConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -122,9 +123,8 @@ class Receiver:
             raise HandoffError("the kv endpoint is closed")
         if handoff_id in self._incoming or handoff_id in self._committed:
             raise HandoffError(f"expected a new handoff but {handoff_id} is known already")
-        incoming = Incoming(reservation, self._pages, on_start, on_done, self._leave)
-        self._incoming[handoff_id] = incoming
-        return incoming
+        self._incoming[handoff_id] = Incoming(reservation, self._pages, on_start, on_done, self._leave)
+        return self._incoming[handoff_id]
 
     def close(self) -> None:
         """End the reservations that nobody has opened. Those with a connection end with it."""
@@ -156,8 +156,7 @@ class Receiver:
             del self._connections[connection.number]
             channel.abort()
             self._fail_all(connection)
-            await connection.close()  # NOTE: if this fails, bytes may still come: the slots stay quarantined
-            self._slots.release_peer(connection.number)
+            await connection.close(partial(self._slots.release_peer, connection.number))
             self._hand_out()
 
     # --- messages ---------------------------------------------------------------------------------------------------

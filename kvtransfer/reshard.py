@@ -15,7 +15,8 @@ from torch import Tensor
 
 from contracts.blocks import KvLayout
 from contracts.errors import ConfigError
-from kvtransfer.pages import Pages, moved_as
+from kvtransfer.joined import AnyPages
+from kvtransfer.pages import moved_as
 
 CASTS = frozenset({"float32", "bfloat16"})
 
@@ -43,7 +44,7 @@ def check_layouts(ours: KvLayout, theirs: KvLayout) -> None:
 class Reshard:
     """`pages` as a target of layout `target` wants them; stands in for Pages at a sender."""
 
-    def __init__(self, pages: Pages, target: KvLayout) -> None:
+    def __init__(self, pages: AnyPages, target: KvLayout) -> None:
         """Raises ConfigError if blocks cannot be converted."""
         check_layouts(pages.layout, target)
         self.layout = target

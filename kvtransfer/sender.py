@@ -44,8 +44,8 @@ from contracts.messages import (
 )
 from contracts.ticket import Ticket
 from kvtransfer.fp8 import Fp8Source, is_agreed
+from kvtransfer.joined import AnyPages
 from kvtransfer.outgoing import Outgoing, OutgoingResult
-from kvtransfer.pages import Pages
 from kvtransfer.paths import LEAST_JUDGED_BYTES, ON_ONE_HOST, Path, Paths, least_gigabytes_per_s
 from kvtransfer.reshard import Reshard, check_layouts
 from kvtransfer.route import Route, Source
@@ -102,7 +102,7 @@ class Sender:
         hello: Hello,
         secret: bytes,
         paths: Paths,
-        pages: Pages,
+        pages: AnyPages,
         slots: SendSlots,
         config: TransferConfig,
         on_change: Callable[[], None],
@@ -250,7 +250,7 @@ class Sender:
 
     def _pages_for(self, peer: Hello) -> Source:
         """Our blocks as the peer's layout wants them, rounded if both want that."""
-        pages: Pages | Reshard = self._pages
+        pages: AnyPages | Reshard = self._pages
         if peer.layout is not None and peer.layout != self._pages.layout:
             logger.info("kv of %s: %s becomes %s", self.info.worker_id, self._pages.layout, peer.layout)
             pages = Reshard(self._pages, peer.layout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,9 +26,12 @@ class ProcessRank:
 class Starter:
     """`start` is a `worker.ranks.StartRank`."""
 
+    keeps_blocks: bool = False
+    """As on GPUs: rank 0 cannot map the blocks of those that are started."""
     ranks: list[ProcessRank] = field(default_factory=list)
 
     def start(self, task: RankTask) -> ProcessRank:
+        task = dataclasses.replace(task, keeps_blocks=self.keeps_blocks)
         process = multiprocessing.get_context("spawn").Process(target=run_rank, args=(task,), daemon=True)
         process.start()
         self.ranks.append(ProcessRank(process))
@@ -41,9 +45,9 @@ class Starter:
 
 
 @contextlib.contextmanager
-def starter() -> Iterator[Starter]:
+def starter(keeps_blocks: bool = False) -> Iterator[Starter]:
     """When the test is through, all have ended by themselves."""
-    made = Starter()
+    made = Starter(keeps_blocks)
     try:
         yield made
         assert None not in made.exit_codes()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +20,7 @@ from contracts.errors import ConfigError
 from engine.cuda_graphs import CudaRecorder
 from engine.fit import graph_bytes
 from engine.graphs import DecodeGraphs, Recorder, buckets_up_to
-from engine.kv import FP8, KvSlab, SlabPlan, num_blocks_for, resolve_kv_dtype
+from engine.kv import FP8, KvSlab, SlabPlan, block_bytes, num_blocks_for, resolve_kv_dtype
 from engine.kv_scales import scales_of
 from engine.model import Model
 from engine.parallel.group import ALONE, Ranks
@@ -99,7 +100,7 @@ def load_engine(
     device = torch.device(resolve_device(engine.device))
     dtype = resolve_dtype(config.model.dtype, device)
     kv_dtype = resolve_kv_dtype(engine.kv_dtype, dtype, device)
-    kv_bytes = planned_kv_bytes(engine, device.type)
+    kv_bytes = partial(planned_kv_bytes, engine, device.type, kv_dtype)
     may_record = decodes and engine.cuda_graphs and company.shard.size == 1
     recorder = recorder_on(device) if may_record else None
     buckets = buckets_up_to(engine.max_num_seqs) if recorder else ()
@@ -118,7 +119,7 @@ def load_engine(
     if model.spec.is_sparse:
         buckets = ()
     num_blocks = engine.num_blocks or num_blocks_for(
-        kv_bytes or _free_gpu_kv_bytes(graph_bytes(model.spec, buckets)),
+        kv_bytes(model.spec) or _free_gpu_kv_bytes(graph_bytes(model.spec, buckets)),
         model.spec,
         engine.block_size,
         kv_dtype,
@@ -162,10 +163,10 @@ def resolve_device(name: str) -> str:
     return name
 
 
-def planned_kv_bytes(engine: EngineConfig, device: str) -> int:
-    """What is known before the weights are read; 0: blocks are counted, or a GPU's free memory will decide."""
+def planned_kv_bytes(engine: EngineConfig, device: str, kv_dtype: torch.dtype, spec: ModelSpec) -> int:
+    """What is known before the weights are read; 0: a GPU's free memory will decide. `spec`: of this rank."""
     if engine.num_blocks:
-        return 0
+        return engine.num_blocks * block_bytes(spec, engine.block_size, kv_dtype)
     return engine.kv_cache_bytes or (CPU_KV_BYTES if device == "cpu" else 0)
 
 

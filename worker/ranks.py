@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,16 +21,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from contracts.blocks import KvLayout
 from contracts.config import BatonConfig
 from contracts.errors import ConfigError
 from contracts.messages import Role
-from engine.kv import KvSlab, SlabPlan, shared_slab
+from engine.kv import KvSlab, SlabPlan, shared_bytes, shared_file, shared_slab, whole_layout
 from engine.parallel.follower import Follower
 from engine.parallel.group import Ranks
 from engine.parallel.leader import Leader
 from engine.parallel.shards import Shard
+from engine.parallel.windows import FarBlocks, answer_copies
 from engine.parallel.wire import Rendezvous
 from engine.runner import StepItem
+from kvtransfer.pages import Pages
 from worker.loading import load_engine
 
 logger = logging.getLogger("baton.worker")
@@ -40,13 +44,15 @@ MEET_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class RankTask:
-    """All that a further rank of a worker needs to know; picklable."""
+    """All that a further rank of a worker needs to know; picklable. `keeps_blocks`: rank 0 does not map them, as it
+    cannot on GPUs; for tests."""
 
     config: BatonConfig
     role: Role
     worker_id: str
     model_path: Path
     place: Rendezvous
+    keeps_blocks: bool = False
 
 
 class RankProcess(Protocol):
@@ -62,25 +68,16 @@ StartRank = Callable[[RankTask], RankProcess]
 class RankZero:
     """Rank 0's `worker.loading.Company`, and what the worker asks of it beyond."""
 
-    def __init__(
-        self, leader: Leader, processes: Sequence[RankProcess], shard: Shard, hands_over: bool
-    ) -> None:
+    def __init__(self, leader: Leader, processes: Sequence[RankProcess], shard: Shard) -> None:
         self.shard = shard
         self._leader = leader
         self._processes = processes  # held for as long as they shall live
-        self._hands_over = hands_over
 
     @property
     def failure(self) -> str | None:
         return self._leader.failure
 
     def group(self, device: torch.device) -> Ranks:
-        if device.type != "cpu" and self._hands_over:
-            raise ConfigError(
-                f"tensor_parallel_size: expected 1 on {device.type} where KV is handed over but got {self.shard.size}; "
-                "only on CPUs does rank 0 reach the blocks of the others. With prefill.num_replicas=0 nothing is "
-                "handed over"
-            )
         return self._leader.group(device)
 
     def agree(self, mine: int, timeout_s: float) -> int:
@@ -89,8 +86,8 @@ class RankZero:
     def slab(self, plan: SlabPlan) -> KvSlab:
         return plan.allocate()
 
-    def slabs(self, mine: KvSlab) -> tuple[Tensor, ...]:
-        """Those of all ranks, in their order."""
+    def slabs(self, mine: KvSlab) -> tuple[Tensor | FarBlocks, ...]:
+        """Those of all ranks, in their order; FarBlocks of one whose blocks this process cannot reach."""
         return self._leader.slabs(mine)
 
     def step(self, items: Sequence[StepItem]) -> AbstractContextManager[None]:
@@ -123,28 +120,48 @@ def gather_ranks(
     except BaseException:
         leader.close()
         raise
-    return RankZero(leader, processes, Shard(0, size), hands_over=not config.is_colocated)
+    return RankZero(leader, processes, Shard(0, size))
+
+
+def layout_of(mine: KvSlab, slabs: Sequence[Tensor | FarBlocks], num_kv_heads: int) -> KvLayout:
+    """Of the slabs of all ranks together; `mine` is the first."""
+    others = [slab.scales if isinstance(slab, FarBlocks) else None for slab in slabs[1:]]
+    return whole_layout(mine, [mine.scales, *others], num_kv_heads)
 
 
 class _Member:
     """Another rank's `worker.loading.Company`."""
 
-    def __init__(self, follower: Follower) -> None:
+    def __init__(self, follower: Follower, task: RankTask) -> None:
         self._follower = follower
+        self._keeps_blocks = task.keeps_blocks
+        self._window_bytes = task.config.transfer.slot_bytes // task.place.size
         self.shard = follower.shard
         self.group = follower.group
         self.agree = follower.agree
 
     def slab(self, plan: SlabPlan) -> KvSlab:
-        if plan.device.type != "cpu":
-            self._follower.share(None)
-            return plan.allocate()
+        if plan.device.type != "cpu" or self._keeps_blocks:
+            return self._own_slab(plan)
         file = plan.shared_file()
         try:
             slab = shared_slab(file, plan.shape, plan.dtype)
             self._follower.share(file)
         finally:
             os.close(file)
+        return slab
+
+    def _own_slab(self, plan: SlabPlan) -> KvSlab:
+        """No other process can map a GPU's memory: rank 0 copies through a window of the host's."""
+        slab = plan.allocate()
+        file = shared_file(max(self._window_bytes, slab.bytes_per_block))
+        try:
+            window = shared_bytes(file)
+            wire = self._follower.share_window(file, slab.scales)
+        finally:
+            os.close(file)
+        pages = Pages(slab.data, slab.layout)
+        threading.Thread(target=answer_copies, args=(wire, window, pages), name="copies", daemon=True).start()
         return slab
 
     def step(self, items: Sequence[StepItem]) -> AbstractContextManager[None]:
@@ -155,7 +172,7 @@ def run_rank(task: RankTask) -> None:
     """A rank's whole life, in a process of its own: rank 0's end ends the process. Raises what went wrong here."""
     follower = Follower(task.place, task.config.engine.stall_timeout_s)
     try:
-        engine = load_engine(task.config, task.model_path, _Member(follower))
+        engine = load_engine(task.config, task.model_path, _Member(follower, task))
         place = task.place
         logger.info("%s: rank %d of %d is process %d", task.worker_id, place.rank, place.size, os.getpid())
         follower.run(engine.runner)

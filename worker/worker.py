@@ -18,7 +18,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from contracts.channel import Channel, ChannelServer
@@ -57,7 +56,7 @@ from worker.links import LinkMeters
 from worker.loading import Solo, load_engine, max_model_len
 from worker.phases import PhaseFactory, Phases
 from worker.progress import shown_graphs, shown_weights
-from worker.ranks import RankZero, StartRank, gather_ranks
+from worker.ranks import RankZero, StartRank, gather_ranks, layout_of
 from worker.steps import StepMeter
 from worker.sweep import Limits, seed
 from worker.watchdog import AwakeClock, Watchdog
@@ -141,9 +140,7 @@ class Worker:
             self._worker_id, model_path.name, loaded_s - begun_s, warm_s - loaded_s, self._pool.num_blocks,
         )  # fmt: skip
         host = host or _own_address()
-        layout = self._slab.layout
-        if self._reaches_all_kv:
-            layout = replace(layout, num_kv_heads=model.whole.num_kv_heads)
+        layout = layout_of(self._slab, self._slabs, model.whole.num_kv_heads)
         self._kv = KvEndpoint(
             (self._worker_id, self._incarnation),
             model.fingerprint,
@@ -182,11 +179,6 @@ class Worker:
             max_model_len(self._config, model.spec),
         )
         return self._info
-
-    @property
-    def _reaches_all_kv(self) -> bool:
-        """Not where other ranks' blocks lie on GPUs of their own: nothing leaves such a worker."""
-        return len(self._slabs) == self._ranks.shard.size
 
     def check_health(self) -> None:
         """Raises EngineError if the engine thread is dead or stuck in a step."""
@@ -306,7 +298,7 @@ class Worker:
             case Cancel(request_id):
                 self._desk.cancel(request_id)
             case Peers(workers):
-                self._kv.set_peers(workers if self._reaches_all_kv else ())
+                self._kv.set_peers(workers)
             case Orders():
                 self._take(message)
             case AskAudit(call_id):

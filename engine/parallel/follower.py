@@ -16,6 +16,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch
+from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from contracts.errors import WorkerLostError
@@ -57,9 +58,21 @@ class Follower:
         self._wire.socket.settimeout(timeout_s)
         return number(self._wire.expect(Kind.NUMBER)[0])
 
-    def share(self, file: int | None) -> None:
-        """The memory of this rank's slab; None: it is a GPU's."""
-        self._wire.send(Kind.SLAB, files=[] if file is None else [file])
+    def share(self, file: int) -> None:
+        """The memory of this rank's slab."""
+        self._wire.send(Kind.SLAB, files=[file])
+
+    def share_window(self, file: int, scales: Tensor | None) -> Wire:
+        """Instead of `share`, where the slab is for this process alone: host memory to copy through, and the connection
+        on which rank 0 will ask for it (`windows.answer_copies`)."""
+        mine, theirs = socket.socketpair()
+        self._wire.send(Kind.SLAB)
+        self._wire.send(
+            Kind.WINDOW, b"" if scales is None else scales.float().cpu().numpy().tobytes(), [file]
+        )
+        self._wire.send(Kind.COPIES, files=[theirs.fileno()])
+        theirs.close()
+        return Wire(mine)
 
     def fail(self, error: BaseException) -> None:
         """Tell rank 0 why this one ends."""

@@ -1,6 +1,6 @@
 """Rank 0's side: it waits for the others, agrees with them, and tells them each step. They belong to its life.
 
-    listening ──all said hello──► met ──sums pass──► group ──agree──► slabs mapped ──► watching
+    listening ──all said hello──► met ──sums pass──► group ──agree──► slabs reached ──► watching
     a rank's connection ends, or a step fails on one ──► lost: `failure` says why; this worker is over
     close ──► every connection ends, and with it every other rank
 
@@ -25,9 +25,10 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from contracts.errors import ConfigError, WorkerLostError
-from engine.kv import KvSlab, shared_slab
+from engine.kv import KvSlab, shared_bytes, shared_slab
 from engine.parallel.group import LOOPBACK, Group
 from engine.parallel.shards import Shard
+from engine.parallel.windows import FarBlocks
 from engine.parallel.wire import Kind, Rendezvous, Wire, as_payload, encode_step, number
 from engine.runner import StepItem
 
@@ -51,6 +52,7 @@ class Leader:
             LOOPBACK, 0, size, True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
         )
         self._wires: dict[int, Wire] = {}
+        self._far: list[FarBlocks] = []
         self._is_closed = False
         self.failure: str | None = None
         self._thread: threading.Thread | None = None
@@ -100,23 +102,39 @@ class Leader:
             raise ConfigError(f"a rank did not start: {error.message}") from error
         return least
 
-    def slabs(self, mine: KvSlab) -> tuple[Tensor, ...]:
+    def slabs(self, mine: KvSlab) -> tuple[Tensor | FarBlocks, ...]:
         """The KV blocks of all ranks, in their order. Then the watch begins. Raises ConfigError as `agree`."""
-        slabs = [mine.data]
         try:
-            for _, wire in sorted(self._wires.items()):
-                _, file = wire.expect(Kind.SLAB)
-                if file is None:
-                    continue  # a GPU's memory stays its own
-                slabs.append(shared_slab(file, tuple(mine.storage.shape), mine.dtype).data)
-                os.close(file)
+            others = [self._blocks_of(wire, mine) for _, wire in sorted(self._wires.items())]
         except WorkerLostError as error:
             raise ConfigError(f"a rank did not start: {error.message}") from error
         for wire in self._wires.values():
             wire.socket.settimeout(self._timeout_s)
         self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._thread.start()
-        return tuple(slabs)
+        return mine.data, *others
+
+    def _blocks_of(self, wire: Wire, mine: KvSlab) -> Tensor | FarBlocks:
+        _, file = wire.expect(Kind.SLAB)
+        if file is not None:
+            slab = shared_slab(file, tuple(mine.storage.shape), mine.dtype).data
+            os.close(file)
+            return slab
+        payload, file = wire.expect(Kind.WINDOW)
+        _, end = wire.expect(Kind.COPIES)
+        assert file is not None, "comes with it"
+        assert end is not None, "comes with it"
+        window = shared_bytes(file)
+        os.close(file)
+        copies = socket.socket(fileno=end)
+        copies.settimeout(self._timeout_s)
+        scales = (
+            torch.frombuffer(bytearray(payload), dtype=torch.float32).view(mine.num_layers, 2, -1)
+            if payload
+            else None
+        )
+        self._far.append(FarBlocks(Wire(copies), window, scales, self._lose))
+        return self._far[-1]
 
     @contextlib.contextmanager
     def step(self, items: Sequence[StepItem]) -> Iterator[None]:
@@ -145,6 +163,8 @@ class Leader:
             self._thread.join()
         for wire in self._wires.values():
             wire.close()
+        for far in self._far:
+            far.close()
 
     def _greet(self, end: socket.socket) -> None:
         wire = Wire(end)

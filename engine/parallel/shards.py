@@ -34,6 +34,11 @@ class Part:
     rows: slice = field(default_factory=lambda: slice(None))
     columns: slice = field(default_factory=lambda: slice(None))
 
+    def some_rows(self, low: int, high: int) -> Part:
+        """Rows [low, high) of these."""
+        first = self.rows.start or 0
+        return replace(self, shape=(high - low, *self.shape[1:]), rows=slice(first + low, first + high))
+
     @property
     def has_all_columns(self) -> bool:
         return self.columns == slice(None)

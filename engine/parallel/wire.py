@@ -2,7 +2,9 @@
 
     rank r ──HELLO token, rank──► rank 0
            ◄──NUMBER──►                     what all agree on: each says its own, rank 0 answers with the least
-           ──SLAB + file descriptor──►      its KV blocks, in memory that rank 0 maps too
+           ──SLAB + file descriptor──►      its KV blocks, in memory that rank 0 maps too; or, of a GPU,
+           ──WINDOW scales + descriptor──►  host memory through which they are copied, and
+           ──COPIES + descriptor──►         the other end of a connection that asks for it (windows.py)
            ◄──STEP──                        what to compute now; no answer, the step's sums are one
            ──FAILED text──►                 why it ends
     the end of the connection is the end of the peer
@@ -35,6 +37,11 @@ class Kind(IntEnum):
     SLAB = 3
     STEP = 4
     FAILED = 5
+    WINDOW = 6
+    COPIES = 7
+    GATHER = 8
+    SCATTER = 9
+    DONE = 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ only, not behind each special token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.processors import TemplateProcessing
 
 from contracts.errors import ConfigError
-from engine.gguf_file import end_token_ids, read_gguf
+from engine.gguf_file import end_token_ids, named_token_ids, read_gguf
+from engine.spec_fields import Fields
 
 # Token types of the format.
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3 = (
@@ -50,33 +51,47 @@ class GgufVocab:
 
 
 def read_vocab(path: Path) -> GgufVocab:
-    """Raises ConfigError for a file that is not GGUF v2/v3, or whose tokenizer is of an unknown kind."""
+    """Raises ConfigError for a file that is not GGUF v2/v3, or whose tokenizer is of an unknown kind or damaged."""
     meta = read_gguf(path).fields
-    pieces = meta.get("tokenizer.ggml.tokens")
+    pieces = Fields(meta, str(path), "tokenizer.ggml.").items("tokens")
     if not pieces:
         raise ConfigError(f"expected a vocabulary (tokenizer.ggml.tokens) in {path} but there is none")
+    try:
+        tokenizer = _tokenizer(meta, pieces)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from error
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigError(f"{path}: expected a vocabulary but: {error}") from error
+    named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: _named_id(meta, role) for name, role in named.items()}
+    return GgufVocab(
+        tokenizer=tokenizer,
+        name=str(meta.get("general.name") or path.stem),
+        chat_template=Fields(meta, str(path)).text("tokenizer.chat_template", "") or None,
+        bos_id=ids["bos_token"],
+        eos_ids=end_token_ids(meta),
+        special_tokens={name: pieces[i] for name, i in ids.items() if i is not None},
+    )
+
+
+def _named_id(meta: dict[str, Any], role: str) -> int | None:
+    return next(iter(named_token_ids(meta, role)), None)
+
+
+def _tokenizer(meta: dict[str, Any], pieces: list[str]) -> Tokenizer:
     kind = meta.get("tokenizer.ggml.model")
     builder = {"gpt2": _byte_level, "llama": _sentencepiece}.get(str(kind))
     if builder is None:
-        raise ConfigError(f"{path}: expected tokenizer model gpt2 or llama but got {kind!r}")
+        raise ConfigError(f"expected tokenizer model gpt2 or llama but got {kind!r}")
     tokenizer = builder(meta, pieces)
-    _add_tokens(tokenizer, pieces, meta.get("tokenizer.ggml.token_type"))
-    bos_id = meta.get("tokenizer.ggml.bos_token_id")
+    bos_id = _named_id(meta, "bos")
+    _add_tokens(tokenizer, pieces, meta.get("tokenizer.ggml.token_type"), {bos_id, *end_token_ids(meta)})
     begins = kind == "llama" or meta.get("tokenizer.ggml.pre") in _BOS_FIRST
     if meta.get("tokenizer.ggml.add_bos_token", begins) and bos_id is not None:
         tokenizer.post_processor = TemplateProcessing(
             single=f"{pieces[bos_id]} $A", special_tokens=[(pieces[bos_id], bos_id)]
         )
-    named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {name: meta.get(f"tokenizer.ggml.{key}_token_id") for name, key in named.items()}
-    return GgufVocab(
-        tokenizer=tokenizer,
-        name=str(meta.get("general.name") or path.stem),
-        chat_template=meta.get("tokenizer.chat_template"),
-        bos_id=bos_id,
-        eos_ids=end_token_ids(meta),
-        special_tokens={name: pieces[i] for name, i in ids.items() if i is not None and i < len(pieces)},
-    )
+    return tokenizer
 
 
 def _byte_level(meta: dict[str, Any], pieces: list[str]) -> Tokenizer:
@@ -137,7 +152,7 @@ def _sentencepiece(meta: dict[str, Any], pieces: list[str]) -> Tokenizer:
     if is_gemma or not scores:
         scores = [float(-i) for i in range(len(pieces))]
     vocab = {piece: i for i, piece in enumerate(pieces)}
-    unk_id = meta.get("tokenizer.ggml.unknown_token_id", 0)
+    unk_id = _named_id(meta, "unknown") or 0
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocab,
@@ -172,18 +187,21 @@ def _merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tupl
     return [item[2] for item in found]
 
 
-def _add_tokens(tokenizer: Tokenizer, pieces: list[str], types: list[int] | None) -> None:
-    """Pieces that are matched whole in the text: control tokens, and those the model's makers defined.
+def _add_tokens(
+    tokenizer: Tokenizer, pieces: list[str], types: list[int] | None, known: Container[int | None]
+) -> None:
+    """Pieces that are matched whole in the text: control tokens, and those the model's makers defined. `known`: ids of
+    control tokens whatever their type, which early files have wrong, or none of.
 
     A piece that the vocabulary spells otherwise (Gemma's runs of spaces) is left to the merges: added under this
     spelling it would get an id of its own, past the end of the model's.
     """
     special: list[AddedToken] = []
     plain: list[AddedToken] = []
-    for i, kind in enumerate(types or ()):
-        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and tokenizer.token_to_id(pieces[i]) == i:
-            is_special = kind != _USER_DEFINED
-            token = AddedToken(pieces[i], normalized=False, special=is_special)
+    for i, (piece, kind) in enumerate(zip(pieces, types or [_NORMAL] * len(pieces), strict=False)):
+        is_special = kind in (_UNKNOWN, _CONTROL) or i in known
+        if (is_special or kind == _USER_DEFINED) and tokenizer.token_to_id(piece) == i:
+            token = AddedToken(piece, normalized=False, special=is_special)
             (special if is_special else plain).append(token)
     # NOTE: all at once; each call builds the matcher of all added tokens anew, and Gemma has six thousand.
     tokenizer.add_special_tokens(special)

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 
 from contracts.errors import ConfigError
 from engine.gguf_file import model_stem
+from engine.hf_files import end_token_ids, num_token_ids, read_json, token_text
 from engine.text.gguf_vocab import read_vocab
 from engine.text.template import ChatTemplate
 
@@ -169,30 +170,20 @@ def _model_name(path: Path) -> str:
 
 
 def _from_directory(path: Path) -> TextModel:
-    source = path / "tokenizer.json"
-    if not source.is_file():
-        raise ConfigError(f"expected {source} (a `tokenizers` file) but it does not exist")
-    try:
-        tokenizer = Tokenizer.from_file(str(source))
-    except Exception as error:  # the library raises plain Exception
-        raise ConfigError(f"expected a tokenizer in {source} but got: {error}") from error
+    tokenizer = _read_tokenizer(path / "tokenizer.json", num_token_ids(path))
     config, generation = (
-        _read_json(path / "tokenizer_config.json"),
-        _read_json(path / "generation_config.json"),
+        read_json(path / "tokenizer_config.json"),
+        read_json(path / "generation_config.json"),
     )
     special = {
-        name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+        name: token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")
     }
     tokens = {name: text for name, text in special.items() if text is not None}
     template = _template_source(path, config)
-    eos = generation.get("eos_token_id", _read_json(path / "config.json").get("eos_token_id"))
-    eos_ids = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    if "eos_token" in tokens and (eos_id := tokenizer.token_to_id(tokens["eos_token"])) is not None:
-        eos_ids.add(eos_id)
     return TextModel(
         tokenizer,
         name=path.resolve().name,
-        eos_ids=eos_ids,
+        eos_ids=end_token_ids(path, tokenizer.token_to_id),
         bos_id=tokenizer.token_to_id(tokens["bos_token"]) if "bos_token" in tokens else None,
         template=ChatTemplate(template, tokens) if template else None,
         sampling_defaults={
@@ -203,34 +194,39 @@ def _from_directory(path: Path) -> TextModel:
     )
 
 
+def _read_tokenizer(source: Path, num_ids: int | None) -> Tokenizer:
+    """`num_ids`: of the model. Tokens that are added past its end (Gemma 3 1B has one for images, which it does not
+    see) are not known then: their spelling is text."""
+    if not source.is_file():
+        raise ConfigError(f"expected {source} (a `tokenizers` file) but it does not exist")
+    try:
+        tokenizer = Tokenizer.from_file(str(source))
+        largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if num_ids is not None and largest >= num_ids:
+            content = read_json(source)
+            content["added_tokens"] = [t for t in content["added_tokens"] if t["id"] < num_ids]
+            tokenizer = Tokenizer.from_str(json.dumps(content))
+            largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigError(f"expected a tokenizer in {source} but got: {error}") from error
+    if num_ids is not None and largest >= num_ids:
+        raise ConfigError(
+            f"{source}: expected token ids below {num_ids}, which the model has, but got {largest}"
+        )
+    return tokenizer
+
+
 def _template_source(path: Path, config: dict[str, Any]) -> str | None:
     file = path / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    source = config.get("chat_template", _read_json(path / "chat_template.json").get("chat_template"))
+    source = config.get("chat_template", read_json(path / "chat_template.json").get("chat_template"))
     if isinstance(source, list):  # several named ones
         named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
         source = named.get("default", next(iter(named.values()), None))
     if not isinstance(source, str | None):
         raise ConfigError(f"{path}: expected a chat template as text, or named ones, but got {source!r}")
     return source
-
-
-def _token_text(value: Any) -> str | None:
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"expected JSON in {path} but: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"expected an object in {path} but got {type(value).__name__}")
-    return value
 
 
 def _byte_table(tokenizer: Tokenizer) -> tuple[list[bytes], bool]:

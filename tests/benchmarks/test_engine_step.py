@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks import perplexity
+from benchmarks.engine_models import MODES
 from benchmarks.engine_step import BANDWIDTH_BYTES, REQUIRED, Clock, bounds_of, checks_of, rows_of
+from tests.engine.tiny_models import make_config, make_oracle, write_hf
 
 TIMES = {
     "read": BANDWIDTH_BYTES / 1e6,  # 1 GB/s
@@ -54,8 +58,35 @@ def test_a_clock_keeps_the_shortest_time() -> None:
 
 
 def test_perplexity_is_compared_with_expanded_weights() -> None:
-    checks = {c.name: c for c in perplexity.checks_of({"none": 10.0, "int8": 10.02, "int4": 10.2})}
+    found, limits = {"none": 10.0, "int8": 10.02, "int4": 10.2}, perplexity.MAX_RATIO
+    checks = {c.name: c for c in perplexity.checks_of(found, limits)}
     assert checks["perplexity_int8"].is_ok
     assert not checks["perplexity_int4"].is_ok
     assert math.isclose(checks["perplexity_int4"].value or 0.0, 1.02)
-    assert not any(check.is_ok for check in perplexity.checks_of({"int8": 10.0}))
+    assert not any(check.is_ok for check in perplexity.checks_of({"int8": 10.0}, limits))
+
+
+def test_perplexity_of_any_model_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A random one has no use for precision."""
+    config = make_config(hidden_size=96)
+    write_hf(tmp_path, config, make_oracle(config))
+    vocab = {chr(byte): byte - 0x20 for byte in range(0x21, 0x7F)} | {"\u0120": 0, "\u010a": 95}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert perplexity.main(["--model", str(tmp_path), "--tokens", "600"]) == 0
+    lines = [line.partition(": ") for line in capsys.readouterr().out.splitlines()]
+    found = {mode: float(value) for mode, colon, value in lines if colon and mode in MODES}
+    assert list(found) == list(MODES)
+    assert list(found.values()) == [pytest.approx(found["none"], rel=0.05)] * 3
+
+
+def test_each_window_begins_as_every_text_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Text:
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            return [1] * add_special_tokens + [2] * len(text)
+
+    monkeypatch.setattr(perplexity, "load_text", lambda _path: Text())
+    windows = list(perplexity.windows_of(Path("model"), 600))
+    assert [(window[0], len(window)) for window in windows] == [(1, 513), (1, 89)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from engine import fit
 from engine.spec_hf import spec_from_hf
 from engine.tensor_names import expected_tensors, weight_bytes
 from engine.weights import load_model
-from tests.engine.tiny_models import FAMILIES, family_config, make_config, make_oracle, write_hf
+from tests.engine.tiny_models import FAMILIES, family_config, make_config, make_oracle, write_gguf, write_hf
 
 CPU = torch.device("cpu")
 SPARSE = spec_from_hf(family_config("mixtral"))
@@ -54,7 +55,9 @@ def test_what_does_not_fit_says_what_is_needed_and_what_to_try() -> None:
 
 
 def test_a_smaller_kv_cache_is_proposed_where_it_would_do() -> None:
-    with pytest.raises(ConfigError, match=r"try engine.kv_cache_bytes of [12]\.\d\d GiB or less"):
+    with pytest.raises(
+        ConfigError, match=r"try a KV cache of [12]\.\d\d GiB or less \(engine.kv_cache_bytes or"
+    ):
         fit.check_fit(LARGE, torch.bfloat16, CPU, 8 * GIB, lambda device: 20 * GIB)
 
 
@@ -74,6 +77,19 @@ def test_a_gpu_widens_no_matrix() -> None:
     fit.check_fit(LARGE, torch.bfloat16, torch.device("cuda"), 0, lambda device: free)
     with pytest.raises(ConfigError, match="cpu has"):
         fit.check_fit(LARGE, torch.bfloat16, CPU, 0, lambda device: free)
+
+
+def test_rounding_is_proposed_with_what_it_needs(tmp_path: Path) -> None:
+    """Of what is in blocks already, nothing is to be had."""
+    config = make_config(hidden_size=96)
+    for path, expected in (
+        (write_hf(tmp_path / "hf", config, make_oracle(config)), True),
+        (write_gguf(tmp_path / "x.gguf", make_oracle(config), "Q4_0"), False),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_model(path, torch.float32, available=lambda device: 1000, quantization="auto")
+        found = re.findall(r"engine.quantization (int\d) \(needs \d+ MiB\)", caught.value.message)
+        assert found == (["int8", "int4"] if expected else [])
 
 
 @pytest.mark.parametrize("free", [None, 64 * GIB])

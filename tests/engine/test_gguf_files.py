@@ -10,12 +10,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.constants import GGMLQuantizationType
 
 from contracts.errors import ConfigError
+from engine import gguf_kinds
 from engine.embedded import check_model
 from engine.gguf_file import model_stem, read_gguf
-from engine.gguf_weights import GgufSource, hf_name, supported_quantizations
+from engine.gguf_kinds import supported_quantizations
+from engine.gguf_weights import GgufSource, hf_name
 from engine.parallel.shards import Part
 from engine.quantization import Quantization
 from engine.weights import load_model
@@ -23,13 +25,13 @@ from tests.engine.tiny_models import (
     BLOCKS,
     PROMPT,
     family_config,
+    make_blocks,
     make_oracle,
     make_runner,
     run_prompt,
     write_gguf,
 )
 
-FLOATS = ("F32", "F16", "BF16")
 KINDS = supported_quantizations()
 MIXED = {  # as quantizers of llama.cpp mix them in one file
     "attn_q": "Q4_K",
@@ -44,17 +46,13 @@ MIXED = {  # as quantizers of llama.cpp mix them in one file
 }
 
 
-def make_blocks(rows: int, columns: int, kind: str, seed: int) -> np.ndarray:
-    """[rows, bytes]: random blocks of any kind. Bytes stay small, so that no half or exponent in them is large."""
-    generator = np.random.default_rng(seed)
-    number = GGMLQuantizationType[kind]
-    if kind in FLOATS:
-        return gguf.quants.quantize(generator.normal(0, 0.05, (rows, columns)).astype(np.float32), number)
-    size, num_bytes = GGML_QUANT_SIZES[number]
-    return generator.integers(0, 0x20, (rows, columns // size * num_bytes), dtype=np.uint8)
-
-
-def write_kinds(path: Path, kinds: list[str], num_layers: int, split: int = 0) -> dict[str, np.ndarray]:
+def write_kinds(
+    path: Path,
+    kinds: list[str],
+    num_layers: int,
+    split: int = 0,
+    order: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
+) -> dict[str, np.ndarray]:
     """A qwen2, matrices of `kinds` in turn, else as MIXED; their numbers by name. `split`: tensors a file."""
     sizes = {
         "embedding_length": 256,
@@ -62,7 +60,7 @@ def write_kinds(path: Path, kinds: list[str], num_layers: int, split: int = 0) -
         "block_count": num_layers,
         "context_length": 256,
     }
-    writer = gguf.GGUFWriter(path, "qwen2", split_max_tensors=split)
+    writer = gguf.GGUFWriter(path, "qwen2", split_max_tensors=split, endianess=order)
     for name, value in sizes.items():
         writer.add_uint32(f"qwen2.{name}", value)
     writer.add_head_count(4)
@@ -116,6 +114,20 @@ def test_a_file_of_mixed_kinds_computes_as_its_numbers(tmp_path: Path, quantizat
     assert (kept - expanded).norm() < limit * expanded.norm()
 
 
+@pytest.mark.parametrize(
+    ("quantization", "num_again"), [("none", 0), ("auto", 0), ("int8", 13), ("int4", 13)]
+)
+def test_what_is_rounded_a_second_time_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, quantization: Quantization, num_again: int
+) -> None:
+    """Of seven in each of two layers the one in Q8_0 is kept; the embedding is in Q6_K, the head in bfloat16."""
+    write_kinds(tmp_path / "x.gguf", [], num_layers=2)
+    load_model(tmp_path / "x.gguf", torch.float32, quantization=quantization)
+    told = [record.message for record in caplog.records if "a second time" in record.message]
+    expected = f"engine.quantization {quantization} rounds {num_again} matrices a second time"
+    assert [message.startswith(expected) for message in told] == ([True] if num_again else [])
+
+
 @pytest.mark.parametrize(("number", "name"), [(GGMLQuantizationType.Q8_K, "Q8_K"), (99, "number 99")])
 def test_a_kind_that_nobody_expands_is_named_with_those_that_are(
     number: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -131,6 +143,28 @@ def test_a_kind_that_nobody_expands_is_named_with_those_that_are(
     )
     assert caught.value.message.endswith(f"but got {name}")
     assert all(kind in caught.value.message for kind in KINDS)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "F16"])
+def test_half_a_download_is_refused_before_anything_is_read(kind: str, tmp_path: Path) -> None:
+    """By the start of the cluster too."""
+    path = tmp_path / "x.gguf"
+    write_kinds(path, [kind], num_layers=1)
+    whole = max(t.offset + gguf_kinds.num_bytes_of(t) for t in read_gguf(path).tensors.values())
+    path.write_bytes(path.read_bytes()[: whole - 1])
+    for read in (GgufSource, check_model):
+        with pytest.raises(
+            ConfigError, match=rf"not whole: expected at least {whole} bytes but it has {whole - 1}"
+        ):
+            read(path)
+
+
+def test_a_file_for_other_machines_says_so(tmp_path: Path) -> None:
+    write_kinds(tmp_path / "x.gguf", [], num_layers=1, order=gguf.GGUFEndian.BIG)
+    with pytest.raises(
+        ConfigError, match="expected a little-endian GGUF file but it is for big-endian machines"
+    ):
+        read_gguf(tmp_path / "x.gguf")
 
 
 # --- several files ----------------------------------------------------------------------------------------------------
@@ -190,6 +224,12 @@ def test_tensors_are_counted_over_all_parts(parts: list[Path], tmp_path: Path) -
         read_gguf(parts[0])
 
 
+def test_a_part_that_is_not_whole_is_named(parts: list[Path]) -> None:
+    parts[1].write_bytes(parts[1].read_bytes()[:-64])
+    with pytest.raises(ConfigError, match=r"model-00002-of-00003.gguf is not whole"):
+        check_model(parts[0])
+
+
 def test_parts_are_found_by_their_names(parts: list[Path]) -> None:
     renamed = parts[0].rename(parts[0].with_name("renamed.gguf"))
     with pytest.raises(ConfigError, match=r"a name like model-00001-of-00003.gguf"):
@@ -217,3 +257,13 @@ def test_a_rope_factor_without_a_type_is_linear(key: str, value: float, tmp_path
     file.fields["llama.rope.scaling.type"] = "longrope"
     with pytest.raises(ConfigError, match=r"rope.scaling.type none, linear, yarn but got 'longrope'"):
         spec_gguf.spec_from_gguf(file)
+
+
+def test_a_rope_factor_of_zero_is_none(tmp_path: Path) -> None:
+    """As llama.cpp takes it."""
+    from engine.spec_gguf import spec_from_gguf
+
+    file = read_gguf(write_gguf(tmp_path / "x.gguf", make_oracle(family_config("llama"))))
+    plain = spec_from_gguf(file)
+    file.fields.update({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0})
+    assert spec_from_gguf(file) == plain

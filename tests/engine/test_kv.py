@@ -13,9 +13,10 @@ import torch
 
 from contracts.blocks import KvLayout
 from contracts.errors import ConfigError
-from engine.kv import FP8, KvSlab, SlabPlan, num_blocks_for, resolve_kv_dtype
+from engine.kv import FP8, KvSlab, SlabPlan, num_blocks_for, resolve_kv_dtype, whole_layout
 from engine.kv_scales import scales_of
 from engine.model import Model
+from engine.parallel.shards import Shard
 from engine.runner import Runner
 from engine.weights import LoadedModel, load_model
 from kvtransfer.pages import Pages
@@ -25,8 +26,8 @@ from tests.engine.tiny_models import BLOCK_SIZE, family_config, make_oracle, wri
 CPU = torch.device("cpu")
 
 
-def load(tmp_path: Path, family: str, bias: float = 0.0) -> LoadedModel:
-    config = family_config(family)
+def load(tmp_path: Path, family: str, bias: float = 0.0, **changes: int) -> LoadedModel:
+    config = family_config(family, **changes)
     oracle = make_oracle(config)
     with torch.no_grad():
         for layer in oracle.model.layers:
@@ -84,6 +85,17 @@ def test_normed_keys_have_a_bound(tmp_path: Path) -> None:
     assert norms is not None
     norms[model.spec.num_heads :] = 200.0  # times sqrt(16), over 448
     assert scales_of(model)[1].tolist() == [[2.0, 2.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("degree", [1, 2, 6])
+def test_ranks_together_name_the_scales_of_one(tmp_path: Path, degree: int) -> None:
+    """So that workers of different numbers of ranks find each other's KV to be the same."""
+    whole = load(tmp_path, "qwen2", bias=500.0, intermediate_size=96)
+    parts = [load_model(tmp_path / "qwen2", torch.float32, shard=Shard(r, degree)) for r in range(degree)]
+    one, *slabs = (SlabPlan(m.spec, 6, 4, FP8, scales=scales_of(m)).allocate() for m in (whole, *parts))
+    together = whole_layout(slabs[0], [slab.scales for slab in slabs], whole.spec.num_kv_heads)
+    assert together == one.layout
+    assert together.scales
 
 
 def test_layouts_name_dtype_and_scales(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from contracts.errors import ConfigError
 from engine import quantization, weights
-from engine.quantization import BlockKind, quantize, resolve_quantization
+from engine.parallel.shards import Shard
+from engine.quantization import GROUP, BlockKind, quantize, resolve_quantization
 from engine.weights import Linear, LoadedModel, load_model
 from tests.engine.tiny_models import FAMILIES, family_config, make_config, make_oracle, write_gguf, write_hf
 
@@ -67,6 +68,24 @@ def test_float_weights_are_rounded_when_asked_and_the_vocabulary_to_8_bits(
     assert all(m.quantized is None for m in matrices(load_model(path, torch.float32, quantization="auto")))
 
 
+def test_int4_is_nearer_than_codes_that_span_from_end_to_end() -> None:
+    """By a twentieth of the squared error, of what weights look like."""
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+    groups = weight.view(64, -1, GROUP)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    spanned = ((groups - low) / (high - low) * 15).round() / 15 * (high - low) + low
+    error = (quantize(weight, BlockKind.Q4_1).expanded() - weight).square().mean()
+    assert error < 0.95 * (spanned - groups).square().mean()
+
+
+def test_what_is_a_line_of_16_steps_is_kept_as_it_is() -> None:
+    codes = torch.randint(0, 16, (8, 4, GROUP), generator=torch.Generator().manual_seed(2)).float()
+    codes[..., 0], codes[..., 1] = 0, 15
+    weight = (codes * 0.25 - 1.5).view(8, -1)
+    weight[0, :GROUP], weight[1, :GROUP] = 0.75, 0.0  # no step at all
+    assert torch.equal(quantize(weight, BlockKind.Q4_1).expanded(), weight)
+
+
 class LargestResult(TorchDispatchMode):
     """Bytes of the largest tensor that an operation returns."""
 
@@ -90,6 +109,27 @@ def test_rounding_a_matrix_needs_little_memory_beyond_its_blocks(
     assert seen.num_bytes == blocks.nbytes < weight.nbytes / 3
     rows = [quantize(weight[low : low + 1000], kind).blocks for low in range(0, 4096, 1000)]
     assert torch.equal(blocks, torch.cat(rows))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("form", ["safetensors", "gguf"])
+def test_rounding_a_file_never_holds_a_whole_matrix_of_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, size: int
+) -> None:
+    """Also where a file has the rows of heads in pairs, and of a rank, which reads some rows or columns."""
+    monkeypatch.setattr(weights, "_PIECE_ELEMENTS", 1 << 10)
+    oracle = make_oracle(CONFIG)
+    path = write_gguf(tmp_path / "x.gguf", oracle) if form == "gguf" else write_hf(tmp_path, CONFIG, oracle)
+    shard = Shard(size - 1, size)
+    exact = load_model(path, torch.float32, shard=shard)
+    with LargestResult() as seen:
+        model = load_model(path, torch.float32, quantization="int4", shard=shard)
+    assert seen.num_bytes < max(numbers(matrix).nbytes for matrix in matrices(exact)) / 2
+    for index, (ours, theirs) in enumerate(zip(matrices(model), matrices(exact), strict=True)):
+        assert (ours.quantized is None) == (numbers(theirs).shape[1] % GROUP > 0)
+        if ours.quantized is not None:
+            kind = BlockKind.Q8_0 if index < 2 else BlockKind.Q4_1
+            assert torch.equal(numbers(ours), quantize(numbers(theirs), kind).expanded())
 
 
 def test_rows_that_are_no_whole_blocks_stay_numbers(tmp_path: Path) -> None:

@@ -240,6 +240,7 @@ def test_gguf_rope_factors_win_over_the_header() -> None:
         ({"llama__rope__dimension_count": 4}, "'llama.rope.dimension_count' to be 8 but got 4"),
         ({"llama__rope__scaling__type": "longrope"}, "none, linear, yarn but got 'longrope'"),
         ({"llama__block_count": None}, "'llama.block_count' but it is missing"),
+        ({"tokenizer__ggml__tokens": ["x"] * 97}, "at most 96 tokens, .* but got 97"),
     ],
 )
 def test_gguf_that_cannot_be_computed_is_refused_by_name(changes: dict[str, Any], message: str) -> None:

@@ -15,6 +15,7 @@ from contracts.errors import ConfigError
 from engine.gguf_file import read_gguf
 from engine.hf_weights import HfSource
 from engine.parallel.shards import Part
+from engine.quantization import Quantization
 from engine.weights import LoadedModel, load_model, open_source, resolve_dtype
 from tests.engine.tiny_models import checkpoint_tensors, make_config, make_oracle, write_gguf, write_hf
 
@@ -78,6 +79,33 @@ def test_expanding_a_tensor_needs_little_memory_beyond_its_place(tmp_path: Path)
     assert peak_bytes < 2 << 20
 
 
+@pytest.mark.parametrize("form", ["safetensors", "Q8_0", "F16"])
+def test_pages_of_the_file_are_given_back_when_a_tensor_is_read(tmp_path: Path, form: str) -> None:
+    """Mapped pages count as the process's own, and would make a second copy of the model."""
+    config = make_config(vocab_size=1 << 18, hidden_size=96, tie_word_embeddings=True)
+    oracle, name = make_oracle(config), "model.embed_tokens.weight"
+    if form == "safetensors":
+        source = open_source(write_hf(tmp_path, config, oracle))
+    else:
+        source = open_source(write_gguf(tmp_path / "x.gguf", oracle, form))
+    target = torch.zeros(source.tensors[name])
+    before = mapped_bytes()
+    for _ in range(2):
+        source.read_into(name, target, Part(tuple(target.shape)))
+    if source.block_kind(name) is not None:
+        source.read_blocks(name, torch.zeros(1 << 18, 3 * 34, dtype=torch.uint8), Part(tuple(target.shape)))
+    assert mapped_bytes() - before < 8 << 20 < target.numel()
+    torch.testing.assert_close(target, oracle.get_input_embeddings().weight.detach(), rtol=0, atol=1e-2)
+
+
+def mapped_bytes() -> int:
+    """Pages of files that are this process's now."""
+    (line,) = [
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssFile:")
+    ]
+    return int(line.split()[1]) * 1024
+
+
 def write_two_shards(directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     names = sorted(tensors)
     shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
@@ -98,9 +126,12 @@ def test_shards_named_by_an_index_are_one_checkpoint(tmp_path: Path) -> None:
         assert torch.equal(left, right)
 
 
-def test_shards_are_read_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The readers of both files meet within their first read."""
-    config = make_config()
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+def test_shards_are_read_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: Quantization
+) -> None:
+    """The readers of both files meet within their first read, also of what is rounded."""
+    config = make_config(hidden_size=96)
     write_two_shards(tmp_path, config, checkpoint_tensors(make_oracle(config)))
     meeting, begun, read_into = threading.Barrier(2), set(), HfSource.read_into
 
@@ -111,7 +142,7 @@ def test_shards_are_read_side_by_side(tmp_path: Path, monkeypatch: pytest.Monkey
         read_into(source, name, target, part)
 
     monkeypatch.setattr(HfSource, "read_into", meet)
-    load_model(tmp_path, torch.float32)
+    load_model(tmp_path, torch.float32, quantization=quantization)
     assert begun == {0, 1}
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gguf
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -150,8 +151,9 @@ _GGUF_ARCHITECTURES = {
 }
 
 
-def write_gguf(path: Path, oracle: PreTrainedModel, quantization: str = "F32") -> Path:
-    """`quantization` applies to matrices. A llama3-scaled rope is written as GGUF does: one factor per frequency."""
+def write_gguf(path: Path, oracle: PreTrainedModel, quantization: str | Callable[[str], str] = "F32") -> Path:
+    """`quantization` applies to matrices, or says by name what does; of a kind that the library cannot write, a matrix
+    is random blocks. A llama3-scaled rope is written as GGUF does: one factor per frequency."""
     config = oracle.config
     architecture = _GGUF_ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, architecture)
@@ -161,17 +163,25 @@ def write_gguf(path: Path, oracle: PreTrainedModel, quantization: str = "F32") -
         exponents = torch.arange(0, config.head_dim, 2) / config.head_dim
         unscaled = rope["rope_theta"] ** -exponents
         writer.add_tensor("rope_freqs.weight", (unscaled / oracle.model.rotary_emb.inv_freq).numpy())
-    number = {short: number for number, short in gguf.MODEL_ARCH_NAMES.items()}[architecture]
-    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for hf_name, tensor in _split_experts(checkpoint_tensors(oracle)):
-        name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
-        assert name is not None, hf_name
-        _add_tensor(writer, name, _as_stored(tensor, name, architecture, config), quantization)
+        name = gguf_name(hf_name, config)
+        kind = quantization if isinstance(quantization, str) else quantization(name)
+        _add_tensor(writer, name, _as_stored(tensor, name, architecture, config), kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def gguf_name(hf_name: str, config: PreTrainedConfig) -> str:
+    number = {short: number for number, short in gguf.MODEL_ARCH_NAMES.items()}[
+        _GGUF_ARCHITECTURES[config.model_type]
+    ]
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    name: str | None = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+    assert name is not None, hf_name
+    return name
 
 
 def _add_header(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
@@ -237,7 +247,21 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor, quantization
         writer.add_tensor(name, tensor.numpy().copy())
         return
     kind = gguf.GGMLQuantizationType[quantization]
-    writer.add_tensor(name, gguf.quants.quantize(tensor.numpy(), kind), raw_dtype=kind)
+    try:
+        blocks = gguf.quants.quantize(tensor.numpy(), kind)
+    except NotImplementedError:
+        blocks = make_blocks(*tensor.shape, quantization, seed=len(name))
+    writer.add_tensor(name, blocks, raw_dtype=kind)
+
+
+def make_blocks(rows: int, columns: int, kind: str, seed: int) -> np.ndarray:
+    """[rows, bytes]: random blocks of any kind. Bytes stay small, so that no half or exponent in them is large."""
+    generator = np.random.default_rng(seed)
+    number = gguf.GGMLQuantizationType[kind]
+    if kind in ("F32", "F16", "BF16"):
+        return gguf.quants.quantize(generator.normal(0, 0.05, (rows, columns)).astype(np.float32), number)
+    size, num_bytes = gguf.GGML_QUANT_SIZES[number]
+    return generator.integers(0, 0x20, (rows, columns // size * num_bytes), dtype=np.uint8)
 
 
 def make_runner(model: LoadedModel, num_blocks: int = 64, dtype: torch.dtype = torch.float32) -> Runner:

@@ -599,3 +599,29 @@ def test_the_engine_thread_may_be_a_step_behind_a_closed_loop() -> None:
     thread.start()
     thread.join()
     assert not errors
+
+
+async def test_an_endpoint_that_is_closed_waits_until_its_links_have_let_go_of_the_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, has_begun, may_end = StreamLink.close, asyncio.Event(), asyncio.Event()
+
+    async def slow(self: StreamLink) -> None:
+        has_begun.set()
+        await may_end.wait()
+        await real(self)
+
+    async with decode_side(make_config(transport="tcp")) as (decode, port):
+        prefill = Side("p", 1, make_config(transport="tcp"))
+        await prefill.endpoint.start(HOST)
+        prefill.endpoint.set_peers([make_info(port)])
+        await until(lambda: prefill.endpoint.peer_statuses()[0].is_ready)
+        await until(lambda: decode.endpoint.slot_counts.kept > 0)
+        monkeypatch.setattr(StreamLink, "close", slow)
+        ends = asyncio.create_task(prefill.endpoint.close())
+        await until(lambda: not decode.endpoint._receiver._connections and has_begun.is_set())
+        asyncio.get_running_loop().call_later(0.05, may_end.set)
+        await decode.endpoint.close()
+        assert may_end.is_set()
+        assert decode.is_at_rest
+        await ends

@@ -15,6 +15,7 @@ from contracts.errors import ConfigError, WorkerLostError
 from coordinator.app import make_phases
 from coordinator.handles import worker_options
 from engine.embedded import check_model
+from engine.parallel.windows import FarBlocks
 from engine.runner import StepItem
 from tests.engine.golden import BLOCK_SIZE, NUM_BLOCKS, greedy, read_cases
 from tests.engine.test_golden import GOLDEN
@@ -59,14 +60,16 @@ def test_three_ranks_answer_the_golden_prompts_as_one(embedded_model_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("keeps_blocks", [False, True])
 @pytest.mark.parametrize(("num_prefill_ranks", "num_decode_ranks"), [(2, 1), (1, 2)])
 async def test_groups_of_different_sizes_hand_over_to_each_other(
-    tiny: Path, num_prefill_ranks: int, num_decode_ranks: int
+    tiny: Path, num_prefill_ranks: int, num_decode_ranks: int, keeps_blocks: bool
 ) -> None:
+    """`keeps_blocks`: also where rank 0 copies through the windows of the others, as on GPUs."""
     requests = [greedy_request(f"r{i}", PROMPT[i:], 12, ignore_eos=True) for i in range(3)]
     async with local_cluster(tiny, engine__num_blocks=64) as cluster:
         expected = [(await cluster.run(request))[0] for request in requests]
-    with starter() as started:
+    with starter(keeps_blocks) as started:
         sections = {
             "prefill__tensor_parallel_size": num_prefill_ranks,
             "decode__tensor_parallel_size": num_decode_ranks,
@@ -75,9 +78,11 @@ async def test_groups_of_different_sizes_hand_over_to_each_other(
             tiny, start_rank=started.start, engine__num_blocks=64, **sections
         ) as cluster:
             answers = await asyncio.gather(*(cluster.run(request) for request in requests))
+            is_far = [isinstance(slab, FarBlocks) for w in cluster.workers.values() for slab in w._slabs[1:]]
             handed = sum(worker._desk.num_handoffs for worker in cluster.workers.values())
         assert [tokens for tokens, _ in answers] == expected
         assert handed == len(requests)
+        assert is_far == [keeps_blocks]
         assert started.exit_codes() == [0]
 
 

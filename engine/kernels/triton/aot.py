@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -157,23 +158,26 @@ def cases(is_whole: bool = False) -> dict[str, Case]:
     }
     if not is_whole:
         return found
-    found |= {
-        "add_rms_norm 576": partial(_norm, 576),
-        "geglu": lambda: gated.geglu(torch.zeros(1, 4096, dtype=bf16), bf16),
-        "rope_write 128": partial(_rope_write, 128, bf16, False),
-        "prefill 128 float8": partial(_prefill, 128, fp8, plain, 256),
-        "decode 256 bfloat16 window cap": partial(_decode, 256, bf16, both),
-    }
-    for head_dim, dtype, rule in ((64, bf16, plain), (96, bf16, both), (128, bf16, plain),
-                                  (128, torch.float32, plain), (256, fp8, both)):  # fmt: skip
-        name = f"{head_dim} {str(dtype).removeprefix('torch.')}{'' if rule is plain else ' window cap'}"
-        found[f"decode {name}"] = partial(_decode, head_dim, dtype, rule)
-        found[f"prefill {name}"] = partial(_prefill, head_dim, dtype, rule, 256)
-    for head_dim in (128, 256):
-        found[f"prefill short {head_dim} bfloat16"] = partial(_prefill, head_dim, bf16, plain, 32)
-    for kind in ("int8", "int4", "int4 minima"):
-        for num_tokens in (1, 64, 256):
-            found[f"linear {kind} {num_tokens}"] = partial(_linear, kind, num_tokens)
+    found["geglu"] = lambda: gated.geglu(torch.zeros(1, 4096, dtype=bf16), bf16)
+    for hidden in (576, 4096):
+        found[f"add_rms_norm {hidden}"] = partial(_norm, hidden)
+    for head_dim, dtype in product((64, 80, 96, 128, 256), (bf16, torch.float32, fp8)):
+        name = f"{head_dim} {str(dtype).removeprefix('torch.')}"
+        found[f"write_kv {name}"] = partial(_write_kv, head_dim, dtype)
+        for has_norm in (False, True):
+            found[f"rope_write {name}{' norm' if has_norm else ''}"] = partial(
+                _rope_write, head_dim, dtype, has_norm
+            )
+        for rule in (plain, both):
+            kind = name if rule is plain else f"{name} window cap"
+            found[f"decode {kind}"] = partial(_decode, head_dim, dtype, rule)
+            for num_tokens in (32, 256):
+                found[f"prefill {kind} {num_tokens}"] = partial(_prefill, head_dim, dtype, rule, num_tokens)
+    for weights, num_tokens, dtype in product(
+        ("int8", "int4", "int4 minima"), (1, 64, 256), (bf16, torch.float32)
+    ):
+        name = f"linear {weights} {num_tokens} {str(dtype).removeprefix('torch.')}"
+        found[name] = partial(_linear, weights, num_tokens, dtype)
     return found
 
 
@@ -213,15 +217,15 @@ def _rope_write(head_dim: int, dtype: torch.dtype, has_norm: bool) -> None:
 
 def _write_kv(head_dim: int, dtype: torch.dtype) -> None:
     k, at = torch.zeros(1, 2, head_dim), torch.zeros(1, dtype=torch.int64)
-    rope_write.write_kv(_layer(head_dim, dtype), k, k.bfloat16(), at, at)
+    rope_write.write_kv(_layer(head_dim, dtype), k, k.bfloat16(), at, at, _scales(dtype))
 
 
-def _linear(kind: str, num_tokens: int) -> None:
+def _linear(kind: str, num_tokens: int, x_dtype: torch.dtype = torch.bfloat16) -> None:
     scales = torch.zeros(128, 128, dtype=torch.float16)
     bits, width, dtype = (8, 4096, torch.int8) if kind == "int8" else (4, 2048, torch.uint8)
     minima = scales if kind == "int4 minima" else None
     weight = GroupedWeight(bits, torch.zeros(128, width, dtype=dtype), scales, minima)
-    grouped_linear.grouped_linear(torch.zeros(num_tokens, 4096, dtype=torch.bfloat16), weight)
+    grouped_linear.grouped_linear(torch.zeros(num_tokens, 4096, dtype=x_dtype), weight)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -229,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES)
     parser.add_argument("--json", action="store_true", help="one JSON object per kernel instead of a table")
     parser.add_argument(
-        "--all", action="store_true", help="every variant of every kernel: minutes instead of one"
+        "--all", action="store_true", help="every variant of every kernel: ten minutes instead of one"
     )
     options = parser.parse_args(arguments)
     is_ok = True

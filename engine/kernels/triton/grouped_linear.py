@@ -43,7 +43,7 @@ def tile_for(num_tokens: int, dtype: torch.dtype) -> Tile:
         return Tile(16, 32, 2, 4, 2)
     if num_tokens <= 16:  # bound by the bytes of the weight: many small programs
         return Tile(16, 32, 4, 4, 4)
-    return Tile(32, 64, 4, 4, 3) if num_tokens <= 64 else Tile(64, 64, 2, 4, 3)
+    return Tile(32 if num_tokens <= 64 else 64, 64, 2, 4, 3)
 
 
 def grouped_linear(

@@ -42,11 +42,11 @@ class Tile:
 def tile_for(num_tokens: int, block_d: int, dtype: torch.dtype, fp8_mode: int) -> Tile:
     """Tiles for which `tests/engine/kernels` finds no spills on any target."""
     if dtype == torch.float32:
-        return Tile(16, 32, 4, 2)
+        return Tile(16, 16, 4, 2)
     if fp8_mode == fp8.BITS:
         return Tile(64 if block_d <= 128 else 32, 32, 4, 2)
     if num_tokens <= 64:
-        return Tile(64, 64 if block_d <= 128 else 32, 4, 2)
+        return Tile(32, 64, 4, 2) if block_d <= 128 else Tile(64, 32, 4, 2)
     return Tile(128, 64, 8, 3) if block_d <= 128 else Tile(64, 32, 4, 2)
 
 
