@@ -241,12 +241,13 @@ class Incoming:
         """True if everything is here: the request is ours from now on.
 
         Else the handoff has failed; or it goes on, if `num_coming` chunks are announced or any was asked for again.
+        NOTE: such a chunk may have written a part into the blocks, over whole ones' tokens if the peer sends nonsense.
         """
         num_tokens = self.reservation.num_tokens + len(message.state.output_ids)
+        if num_coming or self._damaged:
+            self.fin = message
+            return False
         if not self._arrivals.is_complete(message.num_chunks, num_tokens):
-            if num_coming or self._damaged:
-                self.fin = message
-                return False
             self.fail(HandoffError(f"peer ended with {message.num_chunks} chunks but tokens are missing"))
             return False
         self._become(IncomingState.COMMITTED)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
+import torch
 
-from contracts.messages import Data
+from contracts.messages import Data, Fin
 from kvtransfer import stream, ucx_transfer
 from kvtransfer.filling import Filling
 from kvtransfer.incoming import Incoming
@@ -71,3 +73,27 @@ async def test_a_handoff_in_parts_is_the_same(
         assert pair.decode.endpoint.num_damaged_chunks == num_damaged
         await pair.rest()
     assert num_parts > 2 * 100 // LAYOUT.block_size
+
+
+async def test_nothing_is_committed_while_a_chunk_that_has_written_a_part_is_not_whole() -> None:
+    async with connected(make_config()) as pair:
+        handoff = pair.handoff(32)
+        incoming = handoff.expect()
+        incoming.open(0)
+        num_bytes = 32 * LAYOUT.bytes_per_token
+        content = torch.full((num_bytes,), 3, dtype=torch.uint8)
+        good = Data("h", 0, 0, 0, 32, num_bytes, checksum(content))
+        assert incoming.stored(good, incoming.store(good, content))
+        again = replace(good, chunk=1)  # of the same tokens: nonsense, but they are in the blocks already
+        filling = incoming.begin(again)
+        assert filling is not None
+        incoming.store_part(again, filling, memoryview(bytes(num_bytes // 2)))
+        fin = Fin(incoming.reservation.handoff_id, 1, STATE)
+        assert not incoming.finish(fin, num_coming=1)
+        damaged = incoming.store_part(again, filling, memoryview(bytes(num_bytes // 2)))
+        assert damaged is False
+        assert not incoming.stored(again, damaged)
+        assert not incoming.finish(fin, num_coming=0)
+        assert incoming.stored(again, incoming.store(again, content))
+        assert incoming.finish(replace(fin, num_chunks=2), num_coming=0)
+        assert pair.decode.slab[handoff.targets].view(torch.uint8).eq(3).all()
