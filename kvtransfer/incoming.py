@@ -142,6 +142,7 @@ class Incoming:
         self._leave = leave
         self._arrivals = Arrivals(reservation.start, reservation.max_tokens)
         self._damaged: set[int] = set()  # chunks that the sender was asked for again
+        self._filling: dict[int, tuple[int, int]] = {}  # chunks of which a part may be in the blocks: tokens
         self.fin: Fin | None = None  # it came before the bytes
         self.fin_deadline_s = math.inf  # of the receiver's clock, for those bytes
 
@@ -207,15 +208,27 @@ class Incoming:
         return True
 
     def begin(self, data: Data) -> Filling | None:
-        """For a chunk that can be stored as it comes, by `store_part`; None: only in one piece, by `store`."""
-        runs = self._pages.runs(self.reservation.block_ids, data.low, data.high)
-        return None if runs is None else Filling(runs, data)
+        """For a chunk that can be stored as it comes, by `store_part`; None: only in one piece, by `store`.
+
+        One of whose tokens something else may be in the blocks, since it came damaged, is stored when it is whole.
+        """
+        with self._writing:
+            runs = self._pages.runs(self.reservation.block_ids, data.low, data.high)
+            if runs is None or any(
+                low < data.high and data.low < high for low, high in self._filling.values()
+            ):
+                return None
+            if not self.has(data.chunk):
+                self._filling[data.chunk] = (data.low, data.high)
+            return Filling(runs, data)
 
     def store_part(self, data: Data, filling: Filling, here: memoryview) -> Stored:
         """Write what came next of a chunk into the blocks, on any thread. `stored` must be told the last result."""
         with self._writing:
             if self.state is not IncomingState.RECEIVING or self.has(data.chunk):
                 return True
+            if data.chunk not in self._filling:
+                return False  # its tokens came whole as another chunk: the peer sends nonsense
             filling.add(here)
             return filling.is_whole
 
@@ -231,6 +244,10 @@ class Incoming:
             self._damaged.add(data.chunk)
             return False
         self._damaged.discard(data.chunk)
+        with self._writing:
+            for chunk, (low, high) in list(self._filling.items()):
+                if data.low <= low and high <= data.high:
+                    del self._filling[chunk]  # whatever it left is overwritten
         if isinstance(result, HandoffError):
             self.fail(result)
         else:
@@ -241,13 +258,14 @@ class Incoming:
         """True if everything is here: the request is ours from now on.
 
         Else the handoff has failed; or it goes on, if `num_coming` chunks are announced or any was asked for again.
-        NOTE: such a chunk may have written a part into the blocks, over whole ones' tokens if the peer sends nonsense.
+        NOTE: if the peer sends nonsense, a part of a damaged chunk may be over a whole one's tokens.
         """
         num_tokens = self.reservation.num_tokens + len(message.state.output_ids)
-        if num_coming or self._damaged:
+        is_complete = self._arrivals.is_complete(message.num_chunks, num_tokens)
+        if self._filling or (not is_complete and (num_coming or self._damaged)):
             self.fin = message
             return False
-        if not self._arrivals.is_complete(message.num_chunks, num_tokens):
+        if not is_complete:
             self.fail(HandoffError(f"peer ended with {message.num_chunks} chunks but tokens are missing"))
             return False
         self._become(IncomingState.COMMITTED)

@@ -175,7 +175,7 @@ INSIDE = (
         ({"guided_grammar": "root ::= a-b"}, "expected a rule named a-b but there is none"),
         ({"guided_grammar": "root ::= ((("}, "line 1, behind 'root ::= ((('"),
         ({"guided_grammar": 'root ::= x\nx ::= "\\'}, "it ends too early"),
-        ({"guided_json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}}},
+        ({"guided_json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(500)}}},
          "too many ways at once"),
     ],
 )  # fmt: skip

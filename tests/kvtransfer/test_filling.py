@@ -95,5 +95,8 @@ async def test_nothing_is_committed_while_a_chunk_that_has_written_a_part_is_not
         assert not incoming.stored(again, damaged)
         assert not incoming.finish(fin, num_coming=0)
         assert incoming.stored(again, incoming.store(again, content))
+        duplicate = incoming.begin(good)
+        assert duplicate is not None
+        assert incoming.store_part(good, duplicate, memoryview(bytes(num_bytes))) is True
         assert incoming.finish(replace(fin, num_chunks=2), num_coming=0)
         assert pair.decode.slab[handoff.targets].view(torch.uint8).eq(3).all()

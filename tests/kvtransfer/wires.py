@@ -45,11 +45,19 @@ class Wire:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # what is aborted is closed in the loop's next turn
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert self._server is not None
+        if not self._server.is_serving():
+            writer.transport.abort()
+            return
         task = asyncio.create_task(self._run(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(
+            lambda _: writer.transport.abort()
+        )  # NOTE: `finally` is not reached by one that never ran
 
     async def _run(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -61,8 +69,6 @@ class Wire:
                 far_writer.transport.abort()
         except OSError:
             pass
-        finally:
-            writer.transport.abort()
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
