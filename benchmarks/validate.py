@@ -18,7 +18,7 @@ from pathlib import Path
 
 import aiohttp
 
-from benchmarks.live_model import LiveModel, learn
+from benchmarks.live_model import Glances, LiveModel, learn
 from benchmarks.load import LoadRun, measure, run_async
 from benchmarks.metrics import Slo
 from benchmarks.options import add_load_options, spec_from
@@ -88,9 +88,12 @@ async def live(spec: LoadSpec) -> Result:
     probe = replace(
         spec, arrival="closed", concurrency=1, num_requests=NUM_PROBES, seed=spec.seed + 1000, trace=None
     )
-    alone = await measure(probe)
-    loaded = await measure(replace(spec, num_warmups=0))
-    model = await learn(loaded.spec.target, alone.records)
+    before, during = Glances(), Glances()
+    async with before.looking(spec.target):
+        alone = await measure(probe, on_start=lambda _: before.begin())
+    async with during.looking(spec.target):
+        loaded = await measure(replace(spec, num_warmups=0), on_start=lambda _: during.begin())
+    model = await learn(spec.target, alone.records, before, during)
     timelines = _timelines(loaded.records)
     requests = replayed(timelines, model.setup(spec.slo, spec.seed), _system(model, spec.slo, spec.seed))
     rows = compared("live", timelines, requests)

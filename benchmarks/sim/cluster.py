@@ -26,7 +26,8 @@ OVERHEAD_S = 0.002
 @dataclass(frozen=True, slots=True)
 class Setup:
     """`noise`: standard deviation of the logarithm of a step's time around the device's formula. `overhead_s`: HTTP,
-    tokens and the way of a command, on every first token of every system.
+    tokens and the way of a command, on every first token of every system. `pace(time_s)`: how much longer all
+    steps take that begin then, where devices are not as fast at one time as at another.
     """
 
     device: Device
@@ -35,6 +36,7 @@ class Setup:
     seed: int = 0
     noise: float = 0.03
     overhead_s: float = OVERHEAD_S
+    pace: Callable[[float], float] | None = None
 
 
 class Controller(Protocol):
@@ -75,6 +77,7 @@ class Cluster:
             memory = Memory(f"w{number}", setup.device.kv_tokens, self.index)
             worker = SimWorker(f"w{number}", setup.device, self, chunker(number), memory)
             worker.noise, worker.noise_at = noise, rng.randrange(len(noise))
+            worker.pace = setup.pace
             self.workers.append(worker)
         self._link_free_s = dict.fromkeys((worker.worker_id for worker in self.workers), 0.0)
         controller.start(self)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from benchmarks.sim.devices import Device
@@ -85,6 +86,7 @@ class SimWorker:
         self.gap_tokens: dict[int, int] = {}  # log-spaced gap -> tokens that waited so long
         self.noise: tuple[float, ...] = (1.0,)
         self.noise_at = 0
+        self.pace: Callable[[float], float] | None = None
         self._owner = owner
         self._joining: list[tuple[SimRequest, int]] = []
         self._ends: list[tuple[int, int, SimRequest, int]] = []  # (last step, tie, request, blocks)
@@ -199,10 +201,10 @@ class SimWorker:
         work = plan.work
         step_s = self.device.step_s(work.new_tokens, work.attended, work.num_decodes, work.decode_context)
         self._plan, self._run_steps = plan, 1
-        self._begin(now_s, step_s * self._draw())
+        self._begin(now_s, step_s * self._draw(now_s))
 
     def _start_run(self, now_s: float, num_steps: int) -> None:
-        self.slowness = self._draw()
+        self.slowness = self._draw(now_s)
         self._step_s = self.device.decode_step_s(self.num_streams, self.context) * self.slowness
         self._run_steps = num_steps
         self._begin(now_s, self._length_s(num_steps))
@@ -228,9 +230,10 @@ class SimWorker:
         self._version += 1
         self._owner.at(started_s + length_s, self, self._version)
 
-    def _draw(self) -> float:
+    def _draw(self, now_s: float) -> float:
         self.noise_at = (self.noise_at + 1) % len(self.noise)
-        return self.noise[self.noise_at]
+        noise = self.noise[self.noise_at]
+        return noise if self.pace is None else noise * self.pace(now_s)
 
     # --- what a step's end means ---
 

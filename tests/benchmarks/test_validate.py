@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import validate
-from benchmarks.live_model import model_of
+from benchmarks.live_model import Glances, Pace, model_of
 from benchmarks.metrics import Slo
 from benchmarks.records import Record
 from benchmarks.sim.baselines import BudgetChunker, RoundRobin
@@ -77,9 +77,9 @@ def test_ratios_are_simulated_over_measured() -> None:
     assert gap["p50_ratio"] == pytest.approx(0.101, rel=0.01)
 
 
-def worker(role: str, knows: str) -> dict[str, Any]:
+def worker(role: str, knows: str, slowness: float = 1.0) -> dict[str, Any]:
     steps = {
-        "decode": [0.020, 0.001, 1e-6],
+        "decode": [0.020 * slowness, 0.001 * slowness, 1e-6],
         "mixed": [0.030, 0.002, 0.0, 0.003, 1e-6],
         "error": 0.04,
         "margin": 1.1,
@@ -87,6 +87,12 @@ def worker(role: str, knows: str) -> dict[str, Any]:
         "is_mixed_known": knows == "mixed",
     }
     return {"role": role, "steps": steps, "peers": [{"gigabytes_per_s": 2.0}]}
+
+
+def seen(*slowness: float) -> Glances:
+    """A glance a second, of a pair."""
+    pairs = [[worker("prefill", "mixed"), worker("decode", "decode", slow)] for slow in slowness]
+    return Glances([(float(at), pair) for at, pair in enumerate(pairs)])
 
 
 def lone(ttft: float, gap: float) -> Record:
@@ -98,9 +104,9 @@ def lone(ttft: float, gap: float) -> Record:
 
 
 def test_a_live_cluster_becomes_a_model_of_it() -> None:
-    workers = [worker("prefill", "mixed"), worker("decode", "decode")]
     sums = {"baton_handoff_bytes_total": 46_000.0 * 500, "baton_prompt_tokens_total": 500.0}
-    model = model_of(workers, [{"total": 100}, {"total": 90}], sums, [lone(0.250, 0.0271055)])
+    blocks = [{"total": 100}, {"total": 90}]
+    model = model_of(seen(1.0), seen(1.0), blocks, sums, [lone(0.250, 0.0271055)])
     device = model.device
     assert model.layout.homes == ("prefill", "mixed")  # as placement takes a mixed pair
     assert (device.kv_tokens, device.kv_bytes_per_token, device.link_bytes_per_s) == (1440, 46_000, 2e9)
@@ -111,6 +117,30 @@ def test_a_live_cluster_becomes_a_model_of_it() -> None:
     assert math.isfinite(model.row()["prompt_token_us"])
 
 
+def test_steps_are_what_they_were_all_along_and_lone_requests_what_they_were_before() -> None:
+    blocks = [{"total": 100}, {"total": 90}]
+    model = model_of(seen(2.0), seen(1.0, 1.0, 1.0, 3.0), blocks, {}, [lone(0.250, 0.0482)])
+    assert model.device.decode_base_s == pytest.approx(0.030)
+    assert model.device.host_s == pytest.approx(0.0061, rel=0.02)  # of 42 ms at that time, not of 31
+    assert [model.pace(time_s) for time_s in (-1.0, 0.5, 2.9, 3.0, 9.0)] == pytest.approx(
+        [2 / 3, 2 / 3, 2 / 3, 2.0, 2.0]
+    )
+
+
+def test_steps_of_a_slow_time_take_longer() -> None:
+    def gap_s(pace: Pace | None) -> float:
+        setup = Setup(TRUE, 1, Slo(None, None), noise=0.0, pace=pace)
+        timelines = [Timeline(0.0, 10, 101, 0.0, 1.0, 2.0), Timeline(10.0, 10, 101, 10.0, 11.0, 12.0)]
+        first, second = replayed(timelines, setup, (RoundRobin(), lambda _: BudgetChunker(512)))
+        assert first.tpot_s is not None
+        assert second.tpot_s is not None
+        return second.tpot_s / first.tpot_s
+
+    assert gap_s(None) == pytest.approx(1.0)
+    assert gap_s(Pace((0.0, 9.0), (1.0, 2.0))) == pytest.approx(2.0)
+
+
 def test_a_cluster_that_has_not_learnt_yet_is_no_model() -> None:
+    unknown = Glances([(0.0, [worker("prefill", "mixed")])])
     with pytest.raises(ValueError, match="run longer"):
-        model_of([worker("prefill", "mixed")], [{"total": 100}], {}, [lone(0.25, 0.03)])
+        model_of(unknown, unknown, [{"total": 100}], {}, [lone(0.25, 0.03)])
