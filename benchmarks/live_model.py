@@ -173,7 +173,8 @@ def _steps_of(glances: Glances, blocks: Workers, sums: Mapping[str, float]) -> L
     engine = EngineConfig()  # limits are taken to be the defaults: the server does not tell them
     workers = glances.seen[-1][1]
     speeds = [1e9 * peer["gigabytes_per_s"] for worker in workers for peer in worker["peers"]]
-    prefill, decode = _mean_costs(glances.workers, "mixed"), _mean_costs(glances.workers, "decode")
+    # NOTE: a worker remembers fewer decode steps than a run has, but more prompts: of these its last word is the mean.
+    prefill, decode = _mean_costs(workers, "mixed"), _mean_costs(glances.workers, "decode")
     device = Device(
         "live",
         prefill_base_s=prefill[0],
