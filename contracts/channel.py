@@ -46,6 +46,7 @@ class Channel:
         self._max_frame_bytes = MAX_UNPROVED_FRAME_BYTES
         self._inbox = bytearray()
         self._outbox: list[bytes] | None = None
+        self._hearing: asyncio.Task[Message] | None = None
         self.peer = Hello("", 0, "", b"")
 
     def batch(self) -> None:
@@ -94,6 +95,21 @@ class Channel:
         """The next message. Raises WorkerLostError at EOF, reset or want of memory, ProtocolError on a frame that is
         not ours.
         """
+        if self._hearing is not None:
+            hearing, self._hearing = self._hearing, None
+            return await hearing
+        return await self._receive()
+
+    def hear(self) -> asyncio.Task[Message]:
+        """The next message, heard while its reader is busy with something else; `receive` gives the same one then."""
+        if self._hearing is None:
+            self._hearing = asyncio.create_task(self._receive())
+            self._hearing.add_done_callback(
+                lambda done: done.cancelled() or done.exception()
+            )  # may be all there was
+        return self._hearing
+
+    async def _receive(self) -> Message:
         try:
             while (payload := self._next_frame()) is None:
                 arrived = await self._reader.read(READ_BYTES)

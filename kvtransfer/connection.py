@@ -62,19 +62,23 @@ class Connection:
     async def close(self, then: Callable[[], None]) -> None:
         """Its link, and what of the link's memory was in use here. `then` is called when the link has let go of all.
 
-        Whoever is cancelled meanwhile (the endpoint is closed) hears of it afterwards. NOTE: if the link raises, bytes
-        may still come: `then` is not called, and the slots stay quarantined.
+        Whoever is cancelled meanwhile (the endpoint is closed), however often, hears of it afterwards. NOTE: if the
+        link raises, bytes may still come: `then` is not called, and the slots stay quarantined.
         """
         self.staging.close()
         closing = asyncio.ensure_future(self.link.close())
+        is_cancelled = False
         try:
-            await asyncio.shield(closing)
-        except asyncio.CancelledError:
-            await closing
-            raise
+            while not closing.done():
+                try:
+                    await asyncio.shield(closing)
+                except asyncio.CancelledError:
+                    is_cancelled = True
         finally:
             if closing.done() and not closing.cancelled() and closing.exception() is None:
                 then()
+        if is_cancelled:
+            raise asyncio.CancelledError
 
     def is_overdue(self, now_s: float) -> bool:
         """The peer neither sends what it announced nor lets go of what it was granted."""

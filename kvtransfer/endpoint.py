@@ -34,6 +34,7 @@ from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender, check_peer
 from kvtransfer.slots import SendSlots, SlotCounts
 from kvtransfer.transport import TOKEN_BYTES
+from kvtransfer.watch import while_it_lasts
 
 
 class KvEndpoint:
@@ -86,7 +87,8 @@ class KvEndpoint:
 
         async def serve(channel: Channel, hello: Hello) -> None:
             channel.batch()
-            link = await paths.accept(hello.bind_token, self._config.connect_timeout_s)
+            accepting = paths.accept(hello.bind_token, self._config.connect_timeout_s)
+            link = await while_it_lasts(channel, accepting)
             await self._receiver.serve(channel, link, fp8.is_agreed(hello, channel.peer))
 
         self._server = ChannelServer(

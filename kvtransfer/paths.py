@@ -113,20 +113,21 @@ class Paths:
     async def accept(self, token: bytes, timeout_s: float) -> Link:
         """The link whose dialler shows `token`, by whichever way. Raises LinkClosed after `timeout_s`."""
         tasks = [asyncio.create_task(each.accept(token, timeout_s)) for each in self._transports]
-        kept: list[Link] = []
+        kept: Link | None = None
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            kept = [task.result() for task in tasks if _has_link(task)][:1]
+            kept = next((task.result() for task in tasks if _has_link(task)), None)
         finally:
+            # NOTE: nothing is awaited with a link in hand: who is cancelled there loses it.
             for task in tasks:
                 task.cancel()  # a transport drops what came for somebody who has left
-            await asyncio.gather(*tasks, return_exceptions=True)
+                task.add_done_callback(_has_link)  # which looks at its error
             for link in [task.result() for task in tasks if _has_link(task)]:
-                if link not in kept:
+                if link is not kept:
                     await link.close()
-        if not kept:
+        if kept is None:
             raise LinkClosed(f"no data link came within {timeout_s} s")
-        return kept[0]
+        return kept
 
     async def close(self) -> None:
         for each in self._transports:

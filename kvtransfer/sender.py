@@ -53,7 +53,7 @@ from kvtransfer.selftest import SelfTest
 from kvtransfer.slots import KEPT_SLOTS, SendSlots, Staging
 from kvtransfer.stretch import OnMoved
 from kvtransfer.transport import Link, LinkClosed, Op
-from kvtransfer.watch import WATCH_TAG, Watch, watch_link
+from kvtransfer.watch import WATCH_TAG, Watch, watch_link, while_it_lasts
 
 logger = logging.getLogger("baton.kvtransfer")
 
@@ -190,9 +190,10 @@ class Sender:
         try:
             path = self._choose(channel.peer.data_address)
             try:
-                link = await path.transport.connect(
+                dialling = path.transport.connect(
                     path.address, channel.peer.bind_token, self._config.connect_timeout_s
                 )
+                link = await while_it_lasts(channel, dialling)
             except LinkClosed as error:
                 raise _PathFailed(str(error)) from error
             staging = Staging(link)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
 import hashlib
 import importlib
 import logging
@@ -124,8 +125,10 @@ class UcxLink:
     # --- engine thread ----------------------------------------------------------------------------------------------
 
     def _start_watching(self) -> None:
-        """Notice the peer's end."""
-        self._endpoint.set_close_callback(lambda: self.library.engine.submit(self._end))
+        """Notice the peer's end. NOTE: UCX does not take a callback for an endpoint that has ended already."""
+        if self._endpoint.alive:
+            with contextlib.suppress(RuntimeError):
+                self._endpoint.set_close_callback(lambda: self.library.engine.submit(self._end))
         if not self._endpoint.alive:
             self._end()
 
@@ -227,7 +230,7 @@ class UcxTransport:
 
         try:
             async with asyncio.timeout(timeout_s):
-                endpoint = await self._call(dial)
+                endpoint = await self._call(dial, lambda late: self._drop(UcxLink(ucx, late, token, True)))
                 link = UcxLink(ucx, endpoint, token, True)
                 try:
                     await self._stream(endpoint, "stream_send", bytearray(token))
@@ -271,8 +274,11 @@ class UcxTransport:
     def _drop(self, link: UcxLink) -> None:
         link.library.engine.submit(link._end)
 
-    async def _call(self, make: Callable[[], Any]) -> Any:
-        """The result of `make` on the engine thread. Raises LinkClosed for an error of UCX."""
+    async def _call(self, make: Callable[[], Any], drop: Callable[[Any], None] | None = None) -> Any:
+        """The result of `make` on the engine thread. Raises LinkClosed for an error of UCX.
+
+        `drop` gets what is made for somebody who was cancelled meanwhile.
+        """
         assert self._ucx is not None
         engine = self._ucx.engine
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -284,10 +290,21 @@ class UcxTransport:
                 reason = LinkClosed(f"ucx: {error}")
                 engine.tell(lambda: None if result.done() else result.set_exception(reason))
             else:
-                engine.tell(lambda: None if result.done() else result.set_result(made))
+                engine.tell(lambda: give(made))
+
+        def give(made: Any) -> None:
+            if not result.done():
+                result.set_result(made)
+            elif drop is not None:
+                drop(made)
 
         engine.submit(run)
-        return await result
+        try:
+            return await result
+        except asyncio.CancelledError:
+            if drop is not None and not result.cancelled():
+                drop(result.result())
+            raise
 
     async def _stream(self, endpoint: Any, method: str, content: bytearray) -> bytes:
         """Send or receive all of `content` over the endpoint's stream. Raises LinkClosed."""
@@ -295,6 +312,7 @@ class UcxTransport:
         ucx = self._ucx
         buffer = array.array("B", bytes(content))
         done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        done.add_done_callback(lambda end: end.cancelled() or end.exception())  # its waiter may have left
 
         def finish(error: Exception | None) -> None:
             if done.done():

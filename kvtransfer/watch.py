@@ -1,15 +1,17 @@
 """Is the peer still there? Looks a few times per timeout, by timers of the event loop, and costs nothing in between.
 
-A data link tells its end by itself: a receive is posted that nobody ever sends to, and fails when the link does.
+A data link tells its end by itself: a receive is posted that nobody ever sends to, and fails when the link does. Before
+there is one, the end of the control connection tells.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
-from contracts.channel import Channel
+from contracts.channel import Channel, raise_if_refused
+from contracts.messages import Message, Refusal
 from kvtransfer.transport import Link, Op
 
 LOOKS_PER_TIMEOUT = 5
@@ -21,6 +23,26 @@ def watch_link(link: Link, channel: Channel) -> Op:
     op = link.post_recv(WATCH_TAG, memoryview(bytearray(8)))
     op.final.add_done_callback(lambda _final: channel.abort())
     return op
+
+
+async def while_it_lasts(channel: Channel, linking: Awaitable[Link]) -> Link:
+    """The link, waited for until `channel` ends or the peer refuses: raises what says so."""
+    hearing = channel.hear()
+    try:
+        async with asyncio.timeout(None) as patience:
+
+            def heard(_hearing: asyncio.Task[Message]) -> None:
+                if hearing.cancelled() or hearing.exception() or isinstance(hearing.result(), Refusal):
+                    patience.reschedule(asyncio.get_running_loop().time())
+
+            hearing.add_done_callback(heard)
+            try:
+                return await linking
+            finally:
+                hearing.remove_done_callback(heard)
+    except TimeoutError:
+        raise_if_refused(await channel.receive())
+        raise
 
 
 class Watch:

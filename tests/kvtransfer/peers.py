@@ -50,7 +50,9 @@ for _kind in wire.KINDS:
     wire._reader(_kind)  # built once, before the forks, and not in each of them
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.kvtransfer.peers", "tests.kvtransfer.hostile"])
+_context.set_forkserver_preload(
+    ["tests.kvtransfer.peers", "tests.kvtransfer.hostile", "ucxx._lib.libucxx", "ucxx._lib.arr"]
+)
 
 
 @dataclass(frozen=True)

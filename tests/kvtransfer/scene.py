@@ -6,9 +6,11 @@ RECEIVED    all tokens are there, prefill has not finished   DELIVERED   decode 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +20,26 @@ from tests.kvtransfer.wires import Wire, wires
 
 NUM_TOKENS = 100
 NUM_READY = 60
-SILENCE_S = 3.0
+SILENCE_S = 2.0
 LIMIT_S = 25.0  # from the fault to the survivor's typed error, on a machine that does other things as well
 STATES = ("reserved", "receiving", "received", "delivered")
+VICTIMS = ("prefill", "decode")
+OTHER = {"prefill": "decode", "decode": "prefill"}
+
+
+async def at_once(check: Callable[..., Coroutine[None, None, None]], *choices: Sequence[str]) -> None:
+    """`check` with one of each of `choices`, in all ways, each with processes of its own: most of a case is waiting."""
+
+    async def named(chosen: tuple[str, ...]) -> None:
+        try:
+            await check(*chosen)
+        except BaseException as error:
+            error.add_note(f"at {', '.join(chosen)}")
+            raise
+
+    async with asyncio.TaskGroup() as group:
+        for chosen in itertools.product(*choices):
+            group.create_task(named(chosen))
 
 
 @dataclass
@@ -35,6 +54,9 @@ class Scene:
     port: int
     prefill_life: int = 1
     decode_life: int = 1
+
+    def at(self, role: str) -> Process:
+        return self.prefill if role == "prefill" else self.decode
 
     async def reach(self, state: str, handoff_id: str) -> None:
         await self.decode.ask("expect", handoff_id, NUM_TOKENS)

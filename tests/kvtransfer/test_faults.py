@@ -13,31 +13,26 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 
 import pytest
 
 from contracts.messages import PROTOCOL_VERSION
 from tests.kvtransfer.peers import Process, processes
-from tests.kvtransfer.scene import NUM_TOKENS, SILENCE_S, STATES, Scene, check_survivor, scene
+from tests.kvtransfer.scene import (
+    NUM_TOKENS,
+    OTHER,
+    SILENCE_S,
+    STATES,
+    VICTIMS,
+    Scene,
+    at_once,
+    check_survivor,
+    scene,
+)
 
 every_transport = pytest.mark.parametrize("transport", ["tcp", "shm", "ucx"])
-victims = pytest.mark.parametrize("victim", ["prefill", "decode"])
-
-
-async def at_each_state(check: Callable[[str], Coroutine[None, None, None]]) -> None:
-    """All four at once, each with processes of its own: most of a case is waiting for a silence."""
-
-    async def named(state: str) -> None:
-        try:
-            await check(state)
-        except BaseException as error:
-            error.add_note(f"at state {state}")
-            raise
-
-    async with asyncio.TaskGroup() as group:
-        for state in STATES:
-            group.create_task(named(state))
+victims = pytest.mark.parametrize("victim", VICTIMS)
 
 
 @every_transport
@@ -45,40 +40,37 @@ async def at_each_state(check: Callable[[str], Coroutine[None, None, None]]) -> 
 async def test_a_peer_is_killed_and_comes_back_at_the_same_address(transport: str, victim: str) -> None:
     async def check(state: str) -> None:
         async with scene(transport) as s:
-            survivor = s.decode if victim == "prefill" else s.prefill
+            survivor = s.at(OTHER[victim])
             held = await survivor.ask("held")
             await s.reach(state, "h")
-            (s.prefill if victim == "prefill" else s.decode).signal(signal.SIGKILL)
-            await check_survivor(s, "decode" if victim == "prefill" else "prefill", state)
+            s.at(victim).signal(signal.SIGKILL)
+            await check_survivor(s, OTHER[victim], state)
             await s.restart(victim)
             await s.check_again(1)
             await survivor.ask("holds", held)  # of the life before, nothing is left
 
-    await at_each_state(check)
+    await at_once(check, STATES)
 
 
 @every_transport
-@victims
-async def test_a_peer_is_killed_and_a_child_of_it_holds_its_connections_open(
-    transport: str, victim: str
-) -> None:
+async def test_a_peer_is_killed_and_a_child_of_it_holds_its_connections_open(transport: str) -> None:
     """No end is told then, as if it were stopped."""
 
-    async def check(state: str) -> None:
+    async def check(victim: str, state: str) -> None:
         async with scene(transport, SILENCE_S) as s:
             await s.reach(state, "h")
-            killed = s.prefill if victim == "prefill" else s.decode
+            killed = s.at(victim)
             child = await killed.ask("fork")
             try:
                 killed.signal(signal.SIGKILL)
-                await check_survivor(s, "decode" if victim == "prefill" else "prefill", state)
-                await (s.decode if victim == "prefill" else s.prefill).ask("fenced")
+                await check_survivor(s, OTHER[victim], state)
+                await s.at(OTHER[victim]).ask("fenced")
                 await s.restart(victim)
                 await s.check_again(1)
             finally:
                 os.kill(child, signal.SIGKILL)
 
-    await at_each_state(check)
+    await at_once(check, VICTIMS, STATES)
 
 
 @every_transport
@@ -102,7 +94,7 @@ async def test_a_connection_that_breaks_ends_both_sides_and_is_made_again(transp
             await s.check_again(2)
             await asyncio.gather(s.prefill.ask("holds", held[0]), s.decode.ask("holds", held[1]))
 
-    await at_each_state(check)
+    await at_once(check, STATES)
 
 
 @every_transport
@@ -110,7 +102,7 @@ async def test_a_connection_that_breaks_ends_both_sides_and_is_made_again(transp
 async def test_a_ticket_for_the_life_before_the_restart_is_worker_lost(transport: str, victim: str) -> None:
     async with scene(transport) as s:
         await s.reach("reserved", "h")
-        (s.prefill if victim == "prefill" else s.decode).signal(signal.SIGKILL)
+        s.at(victim).signal(signal.SIGKILL)
         await s.restart(victim)
         if victim == "decode":
             await s.decode.ask("expect", "h", NUM_TOKENS)
@@ -124,20 +116,19 @@ async def test_a_ticket_for_the_life_before_the_restart_is_worker_lost(transport
 
 
 @every_transport
-@victims
-async def test_a_peer_is_stopped_and_goes_on(transport: str, victim: str) -> None:
-    async def check(state: str) -> None:
+async def test_a_peer_is_stopped_and_goes_on(transport: str) -> None:
+    async def check(victim: str, state: str) -> None:
         async with scene(transport, SILENCE_S) as s:
             await s.reach(state, "h")
-            stopped = s.prefill if victim == "prefill" else s.decode
+            stopped = s.at(victim)
             stopped.signal(signal.SIGSTOP)
-            await check_survivor(s, "decode" if victim == "prefill" else "prefill", state)
-            await (s.decode if victim == "prefill" else s.prefill).ask("fenced")
+            await check_survivor(s, OTHER[victim], state)
+            await s.at(OTHER[victim]).ask("fenced")
             stopped.signal(signal.SIGCONT)
             await check_other_end(s, victim, state)
             await s.check_again(2)
 
-    await at_each_state(check)
+    await at_once(check, VICTIMS, STATES)
 
 
 async def check_other_end(s: Scene, victim: str, state: str) -> None:
@@ -167,7 +158,7 @@ async def test_a_partition_ends_both_sides_and_heals(transport: str) -> None:
                 wire.heal()
             await s.check_again(2)
 
-    await at_each_state(check)
+    await at_once(check, STATES)
 
 
 @every_transport
@@ -182,7 +173,7 @@ async def test_a_slow_wire_is_no_failure(transport: str) -> None:
             await complete(s, state)
             await s.check_again(1)
 
-    await at_each_state(check)
+    await at_once(check, STATES)
 
 
 async def complete(s: Scene, state: str) -> None:
@@ -219,11 +210,11 @@ async def test_a_slow_peer_is_no_failure(transport: str, victim: str) -> None:
     async def check(state: str) -> None:
         async with scene(transport) as s:
             await s.reach(state, "h")
-            async with halting(s.prefill if victim == "prefill" else s.decode):
+            async with halting(s.at(victim)):
                 await complete(s, state)
                 await s.check_again(1)
 
-    await at_each_state(check)
+    await at_once(check, STATES)
 
 
 @every_transport
@@ -234,7 +225,7 @@ async def test_a_peer_has_no_memory_for_a_while(transport: str, victim: str) -> 
     async def check(state: str) -> None:
         async with scene(transport) as s:
             await s.reach(state, "h")
-            starving = s.prefill if victim == "prefill" else s.decode
+            starving = s.at(victim)
             if state == "reserved":
                 await s.prefill.ask("prepare", "h", NUM_TOKENS)  # tickets are the coordinator's
             await starving.ask("starve")
@@ -245,7 +236,7 @@ async def test_a_peer_has_no_memory_for_a_while(transport: str, victim: str) -> 
             await starving.ask("feed")
             await s.check_again(2 if ends - {"ok"} else 1)
 
-    await at_each_state(check)
+    await at_once(check, STATES)
 
 
 async def go_on(s: Scene, state: str) -> set[str]:
@@ -273,15 +264,15 @@ async def test_a_peer_that_comes_back_with_another_version_is_refused(transport:
     async def check(state: str) -> None:
         async with scene(transport) as s:
             await s.reach(state, "h")
-            (s.prefill if victim == "prefill" else s.decode).signal(signal.SIGKILL)
-            await check_survivor(s, "decode" if victim == "prefill" else "prefill", state)
+            s.at(victim).signal(signal.SIGKILL)
+            await check_survivor(s, OTHER[victim], state)
             await s.start_anew(victim, PROTOCOL_VERSION + 1)
             ours, theirs = PROTOCOL_VERSION + (victim == "prefill"), PROTOCOL_VERSION + (victim == "decode")
             why = await s.prefill.ask("unready_peer", s.port, s.decode_life)
             assert why == f"expected protocol version {ours} but peer sent {theirs}"
             await s.rest()
 
-    await at_each_state(check)
+    await at_once(check, STATES)
 
 
 @every_transport

@@ -1,4 +1,4 @@
-"""Peers come and go; of those that are gone an endpoint keeps nothing, however many there were."""
+"""Peers come and go; of those that are gone an endpoint keeps nothing, however many: no memory, no file, no thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from kvtransfer import receiver
 from kvtransfer.endpoint import KvEndpoint
 from tests.held import held_by
-from tests.kvtransfer.tools import HOST, Pair, Side, decode_side, make_config, make_info, until
+from tests.kvtransfer.tools import HOST, Held, Pair, Side, decode_side, make_config, make_info, until
 
 NUM_LIVES = 12
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp", "ucx"])
@@ -48,7 +48,10 @@ async def test_of_targets_that_are_gone_a_sender_keeps_nothing(transport: str) -
         await decode.endpoint.close()
         prefill.endpoint.set_peers([])
         sizes.append(held_by([prefill.endpoint]).total())
+        if life == 2:
+            held = Held.now()
     await settled(prefill.endpoint, sizes)
+    await held.again()
     await prefill.endpoint.close()
 
 
@@ -65,4 +68,7 @@ async def test_of_senders_that_are_gone_a_target_keeps_nothing_but_their_last_ha
             await handed_over(prefill, decode, port)
             await prefill.endpoint.close()
             sizes.append(held_by([decode.endpoint]).total())
+            if life == 2:
+                held = Held.now()
         await settled(decode.endpoint, sizes)
+        await held.again()

@@ -620,6 +620,11 @@ async def test_an_endpoint_that_is_closed_waits_until_its_links_have_let_go_of_t
         monkeypatch.setattr(StreamLink, "close", slow)
         ends = asyncio.create_task(prefill.endpoint.close())
         await until(lambda: not decode.endpoint._receiver._connections and has_begun.is_set())
+        assert decode.endpoint._server is not None
+        for _ in range(4):  # however often it is cancelled, a turn or two apart
+            for task in decode.endpoint._server._tasks:
+                task.cancel()
+            await asyncio.sleep(0)
         asyncio.get_running_loop().call_later(0.05, may_end.set)
         await decode.endpoint.close()
         assert may_end.is_set()

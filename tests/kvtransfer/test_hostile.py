@@ -10,7 +10,7 @@ import pytest
 
 from tests.kvtransfer.hostile import ENDING, NUM_CHUNKS, NUM_TOKENS, run_receiver, run_sender
 from tests.kvtransfer.peers import Process, Processes, processes
-from tests.kvtransfer.scene import SILENCE_S, STATES
+from tests.kvtransfer.scene import SILENCE_S, STATES, at_once
 
 transports = pytest.mark.parametrize("transport", ["tcp", "shm", "ucx"])
 
@@ -68,7 +68,8 @@ async def test_decode_survives(frame: str, transport: str) -> None:
 @transports
 async def test_bytes_that_nobody_awaits_hold_up_their_own_connection_only(transport: str) -> None:
     """Where bytes come in a row, those behind them do not come; then it ends by silence."""
-    for state in STATES:
+
+    async def check(state: str) -> None:
         async with processes() as started:
             decode, port, _ = await started.endpoint("d", transport=transport, peer_timeout_s=SILENCE_S)
             for handoff_id in ("h", "again"):
@@ -88,6 +89,8 @@ async def test_bytes_that_nobody_awaits_hold_up_their_own_connection_only(transp
             await started.end_all_but(decode)
             await decode.ask("rest")
 
+    await at_once(check, STATES)
+
 
 FROM_DECODE = {
     "grant for nobody": True,
@@ -105,7 +108,7 @@ FROM_DECODE = {
 @transports
 @pytest.mark.parametrize("frame", FROM_DECODE)
 async def test_prefill_survives(frame: str, transport: str) -> None:
-    for state in STATES:
+    async def check(state: str) -> None:
         async with processes() as started:
             decode = await started.start(run_receiver, transport)
             port = await decode.hear()
@@ -130,3 +133,5 @@ async def test_prefill_survives(frame: str, transport: str) -> None:
                 assert await prefill.ask("result", "h") in TYPED
             await decode.end()
             await prefill.ask("rest")
+
+    await at_once(check, STATES)

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.kvtransfer.peers import Place
-from tests.kvtransfer.scene import LIMIT_S, SILENCE_S, STATES, Scene, check_survivor, scene_between
+from tests.kvtransfer.scene import LIMIT_S, STATES, Scene, check_survivor, scene_between
 
 PREFILL_HOST, DECODE_HOST = "10.213.7.1", "10.213.7.2"
+LOSSY_SILENCE_S = 3.0
 
 transports = pytest.mark.parametrize("transport", ["tcp", "ucx"])
 
@@ -128,7 +129,11 @@ async def test_a_cable_that_is_pulled_ends_both_sides_and_plugged_in_they_go_on(
     network: Network, transport: str, state: str
 ) -> None:
     async with scene_between(
-        network.prefill, network.decode, transport=transport, connect_timeout_s=10.0, peer_timeout_s=SILENCE_S
+        network.prefill,
+        network.decode,
+        transport=transport,
+        connect_timeout_s=10.0,
+        peer_timeout_s=LOSSY_SILENCE_S,
     ) as s:
         await s.reach(state, "h")
         network.plug(False)

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from benchmarks.processes import own_kib
+from contracts.channel import connect
 from contracts.errors import ConfigError
-from contracts.messages import PeerStatus
+from contracts.messages import Hello, PeerStatus
 from kvtransfer import paths, selftest, sender, ucx
 from kvtransfer.memory import MemoryLink
 from kvtransfer.paths import Paths, make_transports
@@ -28,7 +29,10 @@ from kvtransfer.tcp import TcpTransport
 from kvtransfer.transport import Link, LinkClosed, Op
 from kvtransfer.wires import interface_of, promised_gigabytes_per_s
 from tests.kvtransfer.tools import (
+    FINGERPRINT,
     HOST,
+    LAYOUT,
+    SECRET,
     TOKEN,
     WAIT_S,
     Handoff,
@@ -233,6 +237,44 @@ async def test_whatever_goes_wrong_at_connecting_the_pair_finds_together_again(
         assert left == [0]
         assert "can't allocate memory" in status_of(pair).events[0].text
         await hand_over(pair)
+
+
+async def test_dialling_a_data_link_ends_with_the_control_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not waited for any longer, though its own time is not over, and nothing of it is left."""
+    left: list[str] = []
+    is_dialling = asyncio.Event()
+
+    async def dial(_transport: TcpTransport, address: str, token: bytes, timeout_s: float) -> Link:
+        is_dialling.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            left.append(address)
+        raise AssertionError
+
+    monkeypatch.setattr(TcpTransport, "connect", dial)
+    config = make_config(transport="tcp", connect_timeout_s=10 * WAIT_S)
+    prefill = Side("p", 1, config)
+    await prefill.endpoint.start(HOST)
+    async with decode_side(config) as (decode, port):
+        prefill.endpoint.set_peers([make_info(port)])
+        await is_dialling.wait()
+        assert prefill.endpoint.peer_statuses()[0].detail == "connecting"
+        await decode.endpoint.close()
+        await until(lambda: prefill.endpoint.peer_statuses()[0].detail == "connection to d ended")
+        assert len(left) == 1
+        await prefill.endpoint.close()
+
+
+async def test_waiting_for_a_data_link_ends_with_the_control_connection() -> None:
+    """Also at the other end: a peer that is gone before it has dialled costs nothing."""
+    async with decode_side(make_config(transport="tcp", connect_timeout_s=10 * WAIT_S)) as (decode, port):
+        server = decode.endpoint._server
+        assert server is not None
+        channel = await connect(HOST, port, Hello("p", 1, "kv", b"", FINGERPRINT, LAYOUT), SECRET)
+        await until(lambda: len(server._tasks) == 1)
+        await channel.close()
+        await until(lambda: not server._tasks)
 
 
 async def test_a_path_far_below_its_promise_is_used_and_told(

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
+import os
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,6 +77,30 @@ async def until(is_so: Callable[[], bool], timeout_s: float = WAIT_S, pause_s: f
     async with asyncio.timeout(timeout_s):
         while not is_so():
             await asyncio.sleep(pause_s)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this process has of the system."""
+
+    files: int
+    threads: int
+
+    @classmethod
+    def now(cls) -> Held:
+        return cls(len(os.listdir("/proc/self/fd")), threading.active_count())
+
+    async def again(self) -> None:
+        """Until it is no more than that. What lies in a cycle is gone when Python has looked for it."""
+
+        def is_no_more() -> bool:
+            now = Held.now()
+            return now.files <= self.files and now.threads <= self.threads
+
+        try:
+            await until(lambda: is_no_more() or (gc.collect() >= 0 and is_no_more()), pause_s=0.002)
+        except TimeoutError as error:
+            raise AssertionError(f"expected at most {self} but there is {Held.now()}") from error
 
 
 class Side:
