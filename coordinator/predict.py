@@ -27,7 +27,7 @@ from contracts.steps import StepReport
 from coordinator.ask import RULES, Ask
 from coordinator.learned import step_model, whole_reports
 from coordinator.placement import Demand, NotNow, Placement, WorkerView, has_room, place, within_leftover
-from coordinator.records import Record, Records, against, without_room
+from coordinator.records import Reasons, Record, Records, against, no_reasons, without_room
 from policy.chunks import Cadence
 from policy.fleet import FleetView, WorkerState
 from policy.link_model import LinkModel
@@ -46,13 +46,14 @@ _DOUBT_S = 30.0
 @dataclass(frozen=True, slots=True)
 class _Weighed:
     """What predictions say. `opens_in_s`: until a worker that has enough to do is open again. `options`: all that were
-    weighed and, where there was no way, what speaks against the others.
+    weighed; `reasons`: where there was no way, what speaks against the others.
     """
 
     verdict: str
     decision: Decision | None = None
     opens_in_s: float = math.inf
     options: tuple[Option, ...] = ()
+    reasons: Reasons = no_reasons
 
 
 class Predictor:
@@ -100,12 +101,15 @@ class Predictor:
                 "no room", demand.num_blocks
             )
         if isinstance(answer, NotNow):
-            self._records.add(ask, self._clock(), ("wait", answer.verdict), None, weighed.options)
+            self._note(ask, ("wait", answer.verdict), None, weighed)
             return answer
         self._lost_since_s = None
         self._begun(answer.reader_id, prefills, decodes)
-        self._records.add(ask, self._clock(), (rule, weighed.verdict), answer, weighed.options)
+        self._note(ask, (rule, weighed.verdict), answer, weighed)
         return answer
+
+    def _note(self, ask: Ask, said: tuple[str, str], placement: Placement | None, weighed: _Weighed) -> None:
+        self._records.add(ask, self._clock(), said, placement, weighed.options, weighed.reasons)
 
     def service_s(self, request: GenerateRequest) -> float:
         """Predicted time from the start of reading to the first token, on the fastest worker, idle and with most of it
@@ -120,15 +124,15 @@ class Predictor:
 
     def waits(self, ask: Ask, reason: str) -> None:
         """It is not even looked at."""
-        self._records.add(ask, self._clock(), ("wait", reason))
+        self._records.add_unseen(ask, self._clock(), ("wait", reason))
 
     def refused(self, ask: Ask, reason: str) -> None:
         """It leaves without a worker."""
-        self._records.add(ask, self._clock(), ("refused", reason))
+        self._records.add_unseen(ask, self._clock(), ("refused", reason))
 
     def left(self, ask: Ask) -> None:
         """Its client left while it waited."""
-        self._records.add(ask, self._clock(), ("left", "client left"))
+        self._records.add_unseen(ask, self._clock(), ("left", "client left"))
 
     def granted(self, request: GenerateRequest, decode_id: str, num_cached: int) -> None:
         """What the decode worker really holds: forget the rest."""
@@ -174,7 +178,7 @@ class Predictor:
         readers = [p for p in prefills if p.worker_id not in ask.avoid and p.num_blocks >= demand.num_blocks]
         writers = [d for d in decodes if d.worker_id not in ask.avoid and has_room(d, demand)]
         if not writers:
-            return _Weighed("no room", options=without_room(demand, decodes, ask.avoid))
+            return _Weighed("no room", reasons=without_room(demand, decodes, ask.avoid))
         held = self._held(ask.request)
         cadence, rules = Cadence(own_itl_s), self._rules(writers[0])
         placer = Placer(rules, self._links, self._rng)
@@ -200,10 +204,10 @@ class Predictor:
         verdict: str = decision.verdict
         if decision.chosen is not None and decision.chosen.decode_id not in {d.worker_id for d in writers}:
             verdict = "no_decode_room"  # the policy would have a prefill worker write
-        options = decision.options
+        options, reasons = decision.options, no_reasons
         if verdict != "placed":
-            options += against(rules, job, states, options, now_s)
-        return _Weighed(verdict, decision, opens_in_s, options)
+            reasons = against(rules, job, states, options, now_s)
+        return _Weighed(verdict, decision, opens_in_s, options, reasons)
 
     def _wait(
         self, ask: Ask, demand: Demand, weighed: _Weighed, decodes: Sequence[WorkerView]

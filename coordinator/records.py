@@ -1,14 +1,16 @@
 """The last word on each of the last requests: where it went, or why it waits or got nothing, with all the numbers.
 
 For `/debug/decisions`. Of options that the policy never made, because it looks for a way and not for reasons, the
-reasons are told here (`against`, `without_room`), by the same numbers; nothing is decided by them.
+reasons are told here (`against`, `without_room`), by the same numbers; nothing is decided by them, and nothing is
+computed for them before somebody asks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from contracts.service import ServiceClass
 from coordinator.ask import Ask
@@ -19,12 +21,19 @@ from policy.place import Job, Option, PlaceRules
 NUM_RECORDS = 256
 _MAX_TOLD = 16  # workers
 
+Reasons = Callable[[], tuple[Option, ...]]
+"""What speaks against the workers that were not weighed."""
+
+
+def no_reasons() -> tuple[Option, ...]:
+    return ()
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """What was last said about one request. `rule`: "predicted"; "load", "wait", "refused" or "left" with the reason
     in `verdict`. `left_s`: to the promised first token, `slack_s`: less what reading takes; None without a promise, as
-    are `ttft_s` and `itl_s`, the promises. `options`: all that were weighed, and what was left out.
+    are `ttft_s` and `itl_s`, the promises. `weighed`: all options that the policy made.
     """
 
     request_id: str
@@ -34,11 +43,18 @@ class Record:
     rule: str
     verdict: str
     placement: Placement | None
-    options: tuple[Option, ...] = ()
+    weighed: tuple[Option, ...] = ()
+    reasons: Reasons = no_reasons
     service_class: ServiceClass = "interactive"
     slack_s: float | None = None
     ttft_s: float | None = None
     itl_s: float | None = None
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """All that were weighed, and what speaks against what was left out: of the fleet as it was, by what its steps
+        are known to take now."""
+        return (*self.weighed, *self.reasons())
 
 
 class Records:
@@ -56,16 +72,15 @@ class Records:
         at_s: float,
         said: tuple[str, str],
         placement: Placement | None = None,
-        options: tuple[Option, ...] | None = None,
+        weighed: tuple[Option, ...] = (),
+        reasons: Reasons = no_reasons,
     ) -> None:
         """A request that waits is asked about at every change of the fleet: its last answer counts. `said`: the rule
-        and the verdict. `options` None: nobody looked anew, so those of the last look stand.
+        and the verdict.
         """
         left_s = ask.left_s if math.isfinite(ask.left_s) else None
         request_id = ask.request.request_id
-        before = self._records.pop(request_id, None)
-        if options is None:
-            options = () if before is None else before.options
+        self._records.pop(request_id, None)
         self._records[request_id] = Record(
             request_id,
             at_s,
@@ -73,7 +88,8 @@ class Records:
             left_s,
             *said,
             placement,
-            options,
+            weighed,
+            reasons,
             ask.service.service_class,
             None if left_s is None else left_s - ask.service_s,
             ask.service.ttft_s,
@@ -82,14 +98,21 @@ class Records:
         if len(self._records) > NUM_RECORDS:
             del self._records[next(iter(self._records))]
 
+    def add_unseen(self, ask: Ask, at_s: float, said: tuple[str, str]) -> None:
+        """As `add`, where nobody looked anew: the options of the last look stand."""
+        before = self._records.get(ask.request.request_id)
+        weighed, reasons = ((), no_reasons) if before is None else (before.weighed, before.reasons)
+        self.add(ask, at_s, said, None, weighed, reasons)
+
 
 def against(
     rules: PlaceRules, job: Job, workers: Iterable[WorkerState], weighed: Sequence[Option], now_s: float
-) -> tuple[Option, ...]:
-    """Of workers of which `weighed` has no option: the gap with this stream added, and what speaks against them."""
+) -> Reasons:
+    """Of workers of which `weighed` has no option: the gap with this stream added, and what speaks against them.
+    `workers` stay as they are."""
     known = {worker_id for option in weighed for worker_id in (option.prefill_id, option.decode_id)}
-    told = [worker for worker in workers if worker.worker_id not in known][:_MAX_TOLD]
-    return tuple(_against(rules, job, worker, now_s) for worker in told)
+    left_out = list(islice((worker for worker in workers if worker.worker_id not in known), _MAX_TOLD))
+    return lambda: tuple(_against(rules, job, worker, now_s) for worker in left_out)
 
 
 def _against(rules: PlaceRules, job: Job, worker: WorkerState, now_s: float) -> Option:
@@ -116,9 +139,10 @@ def _against(rules: PlaceRules, job: Job, worker: WorkerState, now_s: float) -> 
     )
 
 
-def without_room(demand: Demand, decodes: Sequence[WorkerView], avoid: frozenset[str]) -> tuple[Option, ...]:
+def without_room(demand: Demand, decodes: Sequence[WorkerView], avoid: frozenset[str]) -> Reasons:
     """What each worker lacks that a request could be written on."""
-    return tuple(
+    views = decodes[:_MAX_TOLD]
+    return lambda: tuple(
         Option(
             "local",
             view.worker_id,
@@ -129,7 +153,7 @@ def without_room(demand: Demand, decodes: Sequence[WorkerView], avoid: frozenset
             0.0,
             _lack(view, demand, avoid),
         )
-        for view in decodes[:_MAX_TOLD]
+        for view in views
     )
 
 

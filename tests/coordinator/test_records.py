@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from contracts.service import Service
+from coordinator import records
 from coordinator.ask import RULES, Ask
 from coordinator.placement import NotNow, WorkerView
 from policy.place import Option
@@ -81,3 +82,15 @@ def test_who_goes_without_a_worker_keeps_the_numbers_of_the_last_look(is_refused
     assert last(p).options == seen
     assert last(p).rule == ("refused" if is_refused else "left")
     assert (last(p).ttft_s, last(p).itl_s) == (0.5, 0.05)
+
+
+def test_reasons_are_found_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that waits is looked at at every change of the fleet, and hardly ever by an operator."""
+    asked: list[str] = []
+    tell = records._against
+    monkeypatch.setattr(records, "_against", lambda *told: (asked.append(told[2].worker_id), tell(*told))[1])
+    p = predictor()
+    put(p, request(), 0.0, [], [replace(D1, num_requests=1, steps=SLOW)])
+    assert asked == []
+    assert [option.decode_id for option in last(p).options] == ["d1"]
+    assert asked == ["d1"]
