@@ -302,7 +302,7 @@ class UcxTransport:
         try:
             return await result
         except asyncio.CancelledError:
-            if drop is not None and not result.cancelled():
+            if drop is not None and not result.cancelled() and result.exception() is None:
                 drop(result.result())
             raise
 
